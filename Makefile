@@ -1,0 +1,49 @@
+# The two commands that matter are `make demo` and `make test`; both install what they need into .venv first.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help setup demo test test-all test-fast lint format clean
+
+help:
+	@echo "make demo       two simulated nodes with separate disks: train, kill, wipe a disk, resume, merge"
+	@echo "make test       lint, types, and the test suite (under 25 minutes on two cores)"
+	@echo "make test-fast  unit tests only (seconds)"
+	@echo "make test-all   the whole tables: every engine on every kind of disk"
+	@echo "make format     format the code"
+
+setup: $(READY)
+
+# torch first: DeepSpeed looks for it while it is being built.
+$(READY): setup.cfg constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch numpy setuptools wheel ninja
+	$(PIP) --no-build-isolation deepspeed
+	$(PIP) --no-build-isolation --editable '.[test]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python -m demo
+
+test: lint
+	$(BIN)/python -m pytest tests
+
+test-all: lint
+	$(BIN)/python -m pytest tests --all
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest tests/unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo-output

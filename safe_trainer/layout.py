@@ -1,0 +1,184 @@
+"""Names of the directories and files in a run directory: parse, format, list.
+
+No I/O beyond listing. What one sees on disk::
+
+    run directory/
+        checkpoint-10/                      complete, always
+            model.safetensors ...           what stock Trainer writes
+            checkpoint_manifest.json        see manifest.py
+        _safe_trainer/                      everything else that the package keeps; never named checkpoint-*
+            lock                            guards renames against other jobs; never deleted
+            generation.json                 the newest run that has started here
+            staging/<save>/checkpoint-20/   a save before its commit
+            replaced/checkpoint-10/         the old one while a new one takes its name by two renames
+            delivered/<use>/checkpoint-10/  a complete copy for resuming, on a node whose own disk lacks files
+            trash/<name>/                   renamed away, about to be deleted
+            tokens/                         only while storage domains are being found
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from safe_trainer.errors import UnsafePathError
+
+CHECKPOINT_PREFIX = "checkpoint"
+AREA_NAME = "_safe_trainer"
+MANIFEST_NAME = "checkpoint_manifest.json"
+TRAINER_STATE_NAME = "trainer_state.json"
+# transformers' just-in-time checkpoint (5.0 on) marks an unfinished directory with this file.
+JIT_SENTINEL_NAME = "checkpoint-is-incomplete.txt"
+STAGING_MARKER_PREFIX = ".safe_trainer-writing-"
+
+_CHECKPOINT_RE = re.compile(rf"^{CHECKPOINT_PREFIX}-(\d+)$")
+
+
+def checkpoint_name(step: int) -> str:
+    """The directory name of a checkpoint, e.g. ``checkpoint-500``."""
+    return f"{CHECKPOINT_PREFIX}-{step}"
+
+
+def checkpoint_step(name: str) -> int | None:
+    """The step in a directory name, or None where it is not a checkpoint's (``checkpoint-5.tmp``, ``runs``)."""
+    match = _CHECKPOINT_RE.match(name)
+    return None if match is None else int(match.group(1))
+
+
+def list_checkpoints(run_directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """Directories of ``run_directory`` that are named as checkpoints, by step (9 before 10), complete or not."""
+    try:
+        entries = list(os.scandir(run_directory))
+    except FileNotFoundError:
+        return []
+    found = []
+    for entry in entries:
+        step = checkpoint_step(entry.name)
+        if step is not None and entry.is_dir():
+            found.append((step, Path(entry.path)))
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """Where things are in one run directory (see the module's tree)."""
+
+    root: Path
+
+    @property
+    def area(self) -> Path:
+        return self.root / AREA_NAME
+
+    @property
+    def lock_file(self) -> Path:
+        return self.area / "lock"
+
+    @property
+    def generation_file(self) -> Path:
+        return self.area / "generation.json"
+
+    @property
+    def staging(self) -> Path:
+        return self.area / "staging"
+
+    @property
+    def replaced(self) -> Path:
+        return self.area / "replaced"
+
+    @property
+    def delivered(self) -> Path:
+        return self.area / "delivered"
+
+    @property
+    def trash(self) -> Path:
+        return self.area / "trash"
+
+    @property
+    def tokens(self) -> Path:
+        return self.area / "tokens"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.root / checkpoint_name(step)
+
+
+@dataclass(frozen=True)
+class FileStat:
+    """A file as listed.
+
+    Attributes:
+        size: in bytes.
+        mode: permission bits.
+    """
+
+    size: int
+    mode: int
+
+
+def check_relative_path(path: str) -> str:
+    """Return ``path`` if it is a plain relative POSIX path inside a checkpoint.
+
+    Raises:
+        UnsafePathError: it is empty, absolute (on POSIX or Windows), not in normal form, or has a ``..``.
+    """
+    pure = PurePosixPath(path)
+    unsafe = (
+        not path
+        or "\0" in path
+        or "\\" in path
+        or pure.is_absolute()
+        or bool(PureWindowsPath(path).drive)
+        or ".." in pure.parts
+        or str(pure) != path
+        or path == "."
+    )
+    if unsafe:
+        raise UnsafePathError(
+            f"{path!r} is not a path inside a checkpoint: it must be relative, without '..' and in normal form. "
+            "It came from another rank's file list or from a manifest; nothing was written for it."
+        )
+    return path
+
+
+def resolve_inside(root: Path, path: str) -> Path:
+    """The absolute path of ``path`` below ``root``, no matter whether it exists.
+
+    Raises:
+        UnsafePathError: as :func:`check_relative_path`, or a symbolic link leads out of ``root``.
+    """
+    target = root / check_relative_path(path)
+    resolved_root = root.resolve()
+    if not target.resolve().is_relative_to(resolved_root):
+        raise UnsafePathError(f"{path!r} leaves {root} through a symbolic link (to {target.resolve()}); refused.")
+    return target
+
+
+def list_files(root: Path) -> dict[str, FileStat]:
+    """Every file below ``root``, by relative POSIX path, dot files too; the staging markers are left out.
+
+    Symbolic links that stay inside ``root`` count as what they point to.
+
+    Raises:
+        UnsafePathError: a symbolic link leads out of ``root``.
+    """
+    return dict(sorted(_walk(root, root, frozenset())))
+
+
+def _walk(root: Path, directory: Path, above: frozenset[Path]) -> Iterator[tuple[str, FileStat]]:
+    # `above` holds the real paths of the directories being walked, so that a link to one of them ends the walk.
+    real = directory.resolve()
+    if real in above:
+        return
+    for entry in os.scandir(directory):
+        path = Path(entry.path)
+        relative = path.relative_to(root).as_posix()
+        if entry.is_symlink():
+            resolve_inside(root, relative)
+        if entry.is_dir():
+            yield from _walk(root, path, above | {real})
+        elif entry.is_file() and not entry.name.startswith(STAGING_MARKER_PREFIX):
+            info = entry.stat()
+            yield relative, FileStat(size=info.st_size, mode=stat.S_IMODE(info.st_mode))

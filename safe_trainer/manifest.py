@@ -1,0 +1,134 @@
+"""The manifest: the file in a checkpoint that lists its files and says who saved it.
+
+It is written last, after everything that it lists has reached the disk, so a directory that has one was complete
+when it was written. Whether it still is, is asked of :mod:`safe_trainer.integrity`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from safe_trainer.errors import CheckpointError
+from safe_trainer.layout import MANIFEST_NAME, check_relative_path
+
+FORMAT = 1
+
+Scope = Literal["full", "part"]
+
+
+class ManifestError(CheckpointError):
+    """A manifest cannot be read: it is damaged, or of a format that this version does not know."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Attributes:
+        path: relative to the checkpoint, POSIX, normal form.
+        size: in bytes.
+        digest: xxh3-128 of its content, 32 hexadecimal digits.
+        rank: the global rank that wrote it (see :func:`safe_trainer.save.writing_rank`).
+        mode: permission bits.
+    """
+
+    path: str
+    size: int
+    digest: str
+    rank: int
+    mode: int
+
+    def same_content(self, other: FileEntry) -> bool:
+        """Whether both describe the same bytes."""
+        return (self.size, self.digest) == (other.size, other.digest)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``checkpoint_manifest.json`` says.
+
+    Attributes:
+        step: the global step.
+        save_id: names this save; the same in all its copies and parts, on whatever disk.
+        scope: ``full`` for a whole checkpoint, ``part`` for what a disk other than home's wrote and kept.
+        generation: the number of the run that saved it (see :mod:`safe_trainer.commit`).
+        world_size: the number of ranks that saved it.
+        saved_at: UTC, ISO 8601.
+        saved_by: host, process id, and versions of the libraries.
+        files: by path.
+        warnings: what was noticed at the save and its reader should know, e.g. an adapter without tensors.
+    """
+
+    step: int
+    save_id: str
+    scope: Scope
+    generation: int
+    world_size: int
+    saved_at: str
+    saved_by: dict[str, str]
+    files: tuple[FileEntry, ...]
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(entry.size for entry in self.files)
+
+    def by_path(self) -> dict[str, FileEntry]:
+        return {entry.path: entry for entry in self.files}
+
+    def part(self, paths: set[str]) -> Manifest:
+        """The manifest of a copy that holds only ``paths``."""
+        files = tuple(entry for entry in self.files if entry.path in paths)
+        return dataclasses.replace(self, scope="part", files=files)
+
+    def write(self, checkpoint: Path) -> None:
+        """Write into ``checkpoint`` and fsync the file (not the directory)."""
+        document = {"format": FORMAT, **dataclasses.asdict(self)}
+        with open(checkpoint / MANIFEST_NAME, "w", encoding="utf-8") as stream:
+            json.dump(document, stream, indent=1)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Manifest | None:
+        """Read the manifest of ``checkpoint``; None where it has none.
+
+        Raises:
+            ManifestError: it is damaged or of an unknown format.
+            UnsafePathError: it lists a path that is absolute or leaves the checkpoint.
+        """
+        path = checkpoint / MANIFEST_NAME
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ManifestError(f"{path} cannot be read: {error}") from error
+        try:
+            return cls._parse(json.loads(text))
+        except (ValueError, TypeError, KeyError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise ManifestError(f"{path} is damaged: {error!r}") from error
+
+    @classmethod
+    def _parse(cls, document: dict[str, Any]) -> Manifest:
+        version = document.pop("format")
+        if version != FORMAT:
+            raise ManifestError(
+                f"the manifest has format {version!r}, this version of safe_trainer reads {FORMAT}; update it."
+            )
+        files = tuple(FileEntry(**entry) for entry in document.pop("files"))
+        for entry in files:
+            check_relative_path(entry.path)
+            if not (type(entry.size) is int and entry.size >= 0 and type(entry.digest) is str):
+                raise ValueError(f"size or digest of {entry.path!r}")
+        if type(document["step"]) is not int or document["scope"] not in ("full", "part"):
+            raise ValueError("step or scope")
+        return cls(files=files, **{**document, "warnings": tuple(document.get("warnings", ()))})

@@ -1,0 +1,98 @@
+"""What a user can choose: one dataclass, given by keyword, parsed by ``HfArgumentParser``, or from the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_type_hints
+
+from safe_trainer.errors import OptionError
+
+ENVIRONMENT_PREFIX = "SAFE_TRAINER_"
+
+Storage = Literal["auto", "shared", "local"]
+LocalCopies = Literal["keep", "full", "drop"]
+Verify = Literal["digest", "size", "off"]
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def _option(name: str, default: Any, help_text: str) -> Any:
+    """A dataclass field whose default is the variable ``SAFE_TRAINER_<NAME>``, else ``default``."""
+
+    def read() -> Any:
+        text = os.environ.get(_variable(name))
+        if text is None:
+            return default
+        try:
+            return type(default)(text)
+        except ValueError as error:
+            raise OptionError(f"{_variable(name)}={text!r}: {name} takes a {type(default).__name__}.") from error
+
+    return field(
+        default_factory=read,
+        metadata={"help": f"{help_text} Without it, {_variable(name)}; without that, {default!r}."},
+    )
+
+
+@dataclass
+class CheckpointOptions:
+    """How SafeTrainer saves and resumes. The defaults suit most; each field's default can be set by a variable.
+
+    Raises:
+        OptionError: a field has a wrong value.
+    """
+
+    storage: Storage = _option(
+        "storage",
+        "auto",
+        "Whether all nodes see one run directory: 'auto' looks, 'shared' insists that they do, 'local' insists that "
+        "each node has its own; a contradiction is an error before training starts.",
+    )
+    local_copies: LocalCopies = _option(
+        "local_copies",
+        "keep",
+        "What stays in checkpoint-N on disks other than home's once home has everything: 'keep' the part that was "
+        "written there, 'full' for the whole checkpoint, 'drop' for nothing.",
+    )
+    verify: Verify = _option(
+        "verify",
+        "digest",
+        "How a checkpoint is checked before resuming from it: 'digest' reads every byte, 'size' compares sizes and "
+        "structure, 'off' only asks whether the files are there.",
+    )
+    timeout_s: float = _option(
+        "timeout_s",
+        1800.0,
+        "Longest time in seconds that a rank waits for the others in one step of a save or resume.",
+    )
+    lock_timeout_s: float = _option(
+        "lock_timeout_s",
+        60.0,
+        "Longest time in seconds to wait for another job that holds the run directory's lock.",
+    )
+    visibility_timeout_s: float = _option(
+        "visibility_timeout_s",
+        60.0,
+        "Longest time in seconds that something written by another node may stay invisible here (caches of network "
+        "file systems).",
+    )
+
+    def __post_init__(self) -> None:
+        types = get_type_hints(type(self))
+        for option in dataclasses.fields(self):
+            self._check(option.name, getattr(self, option.name), get_args(types[option.name]))
+
+    @staticmethod
+    def _check(name: str, value: Any, choices: tuple[str, ...]) -> None:
+        origin = f" (from {_variable(name)})" if os.environ.get(_variable(name)) == str(value) else ""
+        if choices:
+            if value not in choices:
+                allowed = ", ".join(repr(choice) for choice in choices)
+                raise OptionError(f"{name}={value!r}{origin}: choose one of {allowed}.")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise OptionError(f"{name}={value!r}{origin}: give a number of seconds greater than 0.")

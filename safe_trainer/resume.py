@@ -1,0 +1,523 @@
+"""Resuming: choose a checkpoint, bring it to every disk that lacks it, hand each rank a path.
+
+Home decides. Only where home has no complete checkpoint (its disk is new, or nodes changed places), another disk's
+counts, and home receives it first of all. What is handed over has been checked as ``verify`` says.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from safe_trainer.errors import CheckpointError, IncompleteCheckpointError
+from safe_trainer.integrity import (
+    Verdict,
+    digest_file,
+    file_problem,
+    inspect_checkpoint,
+    saved_world_size,
+    structure_problem,
+)
+from safe_trainer.layout import (
+    MANIFEST_NAME,
+    checkpoint_step,
+    list_checkpoints,
+    list_files,
+)
+from safe_trainer.manifest import FileEntry, Manifest
+from safe_trainer.run import Run
+from safe_trainer.save import writing_rank
+from safe_trainer.topology import Domain, format_ranks, wait_until_visible
+from safe_trainer.transfer import plan_shipments, ship
+
+logger = logging.getLogger(__name__)
+
+State = Literal["complete", "part", "broken"]
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A checkpoint that has been chosen, checked and delivered.
+
+    Attributes:
+        path: where this rank finds it, whole.
+        step: its step; None for a directory that is not named as a checkpoint.
+        world_size: the number of ranks that saved it, where that is known.
+        has_deepspeed_shards: whether only as many ranks can load it as saved it.
+        rng_ranks: ranks whose RNG states it has.
+    """
+
+    path: Path
+    step: int | None
+    world_size: int | None
+    has_deepspeed_shards: bool
+    rng_ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A checkpoint directory on one disk, as its leader judges it."""
+
+    name: str
+    step: int | None
+    state: State
+    save_id: str | None
+    problems: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: Path, verdict: Verdict) -> _Candidate:
+        state: State = "complete" if verdict.complete else "broken"
+        if verdict.is_part and len(verdict.problems) == 1:
+            state = "part"
+        save_id = None if verdict.manifest is None else verdict.manifest.save_id
+        return cls(path.name, checkpoint_step(path.name), state, save_id, verdict.problems)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where this rank would find a checkpoint.
+
+    Attributes:
+        path: in this rank's run directory, or wherever the user says.
+        in_run_directory: then every rank of a storage domain sees it; elsewhere only its leader is asked.
+    """
+
+    path: Path
+    in_run_directory: bool
+
+    def readers(self, domain: Domain) -> tuple[int, ...]:
+        """The ranks that share the work of reading it in ``domain``."""
+        return domain.ranks if self.in_run_directory else (domain.leader,)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a checkpoint can be had: ``name`` on ``domain``'s disk."""
+
+    name: str
+    step: int | None
+    domain: Domain
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank found when it checked its share of a checkpoint's files."""
+
+    entries: tuple[FileEntry, ...] = ()
+    problems: tuple[str, ...] = ()
+    manifest: Manifest | None = None
+    world_size: int | None = None
+
+
+@dataclass(frozen=True)
+class _Inventory:
+    """Every file of a checkpoint, and what is wrong with it after the check that the options ask for."""
+
+    entries: tuple[FileEntry, ...]
+    manifest: Manifest | None
+    problems: tuple[str, ...]
+    world_size: int | None
+
+
+@dataclass(frozen=True)
+class _Need:
+    """What a storage domain needs before its ranks can load a checkpoint.
+
+    Attributes:
+        copy: whether it needs a copy of its own; False where every rank can use what is there.
+        missing: the paths that have to come from another disk.
+    """
+
+    copy: bool
+    missing: frozenset[str]
+
+
+def resume_latest(run: Run) -> Resumption | None:
+    """The newest complete checkpoint of the run directory on every rank, or None where there is none; collective.
+
+    Incomplete ones are skipped with a warning that says why.
+
+    Raises:
+        CheckpointError: a checkpoint was found but could not be brought to every disk.
+    """
+    candidates = _survey(run, lambda: [path for _, path in list_checkpoints(run.root)])
+    for source in _in_order(run, candidates):
+        place = _Place(run.root / source.name, in_run_directory=True)
+        inventory = _take_inventory(run, source, place)
+        if inventory.problems:
+            _warn_skipped(run, source.name, inventory.problems)
+            continue
+        return _deliver(run, source, inventory, place)
+    return None
+
+
+def resume_path(run: Run, path: str | os.PathLike[str]) -> Resumption:
+    """The checkpoint at ``path`` on every rank; collective.
+
+    ``path`` may differ between ranks, and need not exist on every disk. A checkpoint in the run directory is looked
+    for in each node's own run directory.
+
+    Raises:
+        IncompleteCheckpointError: it is nowhere complete; the text lists what is wrong with it.
+        CheckpointError: it could not be brought to every disk.
+    """
+    own = Path(path)
+    inside = run.channel.together("look for the checkpoint", lambda: _name_in_run_directory(run, own))[0]
+    place = _Place(own, False) if inside is None else _Place(run.root / inside, True)
+    found = _survey(run, lambda: [place.path] if place.path.is_dir() else [])
+    for source in _in_order(run, found, warn=False):
+        inventory = _take_inventory(run, source, place)
+        if inventory.problems:
+            raise _incomplete(place.path, inventory.problems)
+        return _deliver(run, source, inventory, place)
+    problems = [problem for domain in found for candidate in domain for problem in candidate.problems]
+    raise _incomplete(place.path, problems or ["it does not exist on any node"])
+
+
+def committed_step(run: Run, path: str | None) -> int | None:
+    """The step of the checkpoint that ``path`` names, if home has it complete in this run directory; collective.
+
+    Paths are compared by the directory's name only, so that a run directory that was moved is recognised. Rank 0's
+    ``path`` counts.
+    """
+
+    def look() -> int | None:
+        if not run.is_home_leader or path is None:
+            return None
+        step = checkpoint_step(Path(path).name)
+        if step is None:
+            return None
+        place = run.directory.layout.checkpoint(step)
+        return step if place.is_dir() and inspect_checkpoint(place, verify="size").complete else None
+
+    return run.channel.together("look for the best checkpoint", look)[0]
+
+
+def check_world_size(resumption: Resumption, *, world_size: int) -> None:
+    """Refuse DeepSpeed shards of another number of ranks, before any engine tries to load them.
+
+    Raises:
+        CheckpointError: on every rank alike, with the ways out.
+    """
+    saved = resumption.world_size
+    if not resumption.has_deepspeed_shards or saved is None or saved == world_size:
+        return
+    raise CheckpointError(
+        f"{resumption.path} holds DeepSpeed ZeRO shards of {saved} ranks and cannot be loaded by {world_size}. Start "
+        f"{saved} ranks; or convert it with DeepSpeed's ds_to_universal.py and set checkpoint.load_universal in the "
+        "DeepSpeed config; or make weights of it with the zero_to_fp32.py beside it and start a new run from those."
+    )
+
+
+def warn_missing_rng(resumption: Resumption, *, world_size: int) -> None:
+    """Say once which ranks have no RNG state in the checkpoint; they go on with the states that they have."""
+    missing = tuple(rank for rank in range(world_size) if rank not in resumption.rng_ranks)
+    if missing and resumption.rng_ranks:
+        logger.warning(
+            "%s has no RNG state for %s (it was saved with %d ranks); dropout and shuffling there will not repeat what "
+            "an uninterrupted run would have done.",
+            resumption.path,
+            format_ranks(missing),
+            len(resumption.rng_ranks),
+        )
+
+
+def clear_deliveries(run: Run) -> None:
+    """Delete the copies that were made for resuming; call it when nobody reads them any more. Not collective."""
+    if run.topology.is_leader:
+        for path in _children(run.directory.layout.delivered):
+            run.directory.discard(path)
+        run.directory.empty_trash()
+
+
+# --- choose ---
+
+
+def _survey(run: Run, places: Callable[[], list[Path]]) -> list[list[_Candidate]]:
+    """What each domain's leader finds, by domain."""
+    verify: Literal["size", "off"] = "off" if run.options.verify == "off" else "size"
+
+    def look() -> list[_Candidate]:
+        if not run.topology.is_leader:
+            return []
+        return [_Candidate.of(path, inspect_checkpoint(path, verify=verify)) for path in places()]
+
+    found = run.channel.together("look for checkpoints", look)
+    return [found[domain.leader] for domain in run.topology.domains]
+
+
+def _in_order(run: Run, candidates: Sequence[Sequence[_Candidate]], *, warn: bool = True) -> list[_Source]:
+    """Where to try, best first.
+
+    Home's by step, the highest first. Where home has only the part of a save that another disk has whole (the nodes
+    changed places), that one takes its place in the order. After them what only other disks have.
+    """
+    home, *others = candidates
+    sources: list[_Source] = []
+    for candidate in sorted(home, key=_step_key, reverse=True):
+        if candidate.state == "complete":
+            sources.append(_Source(candidate.name, candidate.step, run.topology.home))
+        elif candidate.state == "part":
+            sources += _whole_elsewhere(run, candidate, others)
+        elif warn:
+            _warn_skipped(run, candidate.name, candidate.problems)
+    rest = [
+        _Source(candidate.name, candidate.step, domain)
+        for domain, found in zip(run.other_domains, others, strict=True)
+        for candidate in found
+        if candidate.state == "complete"
+    ]
+    rest.sort(key=lambda source: -1 if source.step is None else source.step, reverse=True)
+    return sources + [source for source in rest if source not in sources]
+
+
+def _step_key(candidate: _Candidate) -> int:
+    return -1 if candidate.step is None else candidate.step
+
+
+def _whole_elsewhere(run: Run, part: _Candidate, others: Sequence[Sequence[_Candidate]]) -> list[_Source]:
+    return [
+        _Source(candidate.name, candidate.step, domain)
+        for domain, found in zip(run.other_domains, others, strict=True)
+        for candidate in found
+        if candidate.state == "complete" and candidate.save_id == part.save_id
+    ]
+
+
+def _warn_skipped(run: Run, name: str, problems: Sequence[str]) -> None:
+    if run.is_home_leader:
+        logger.warning("Not resuming from %s: %s.", run.root / name, "; ".join(_first(problems)))
+
+
+def _incomplete(path: Path, problems: Sequence[str]) -> IncompleteCheckpointError:
+    return IncompleteCheckpointError(
+        f"{path} is not a complete checkpoint: {'; '.join(_first(problems))}. Resume from another one, or with "
+        "resume_from_checkpoint=True from the newest complete one."
+    )
+
+
+def _first(problems: Sequence[str], limit: int = 20) -> list[str]:
+    more = len(problems) - limit
+    return [*problems[:limit], f"and {more} more"] if more > 0 else list(problems)
+
+
+def _name_in_run_directory(run: Run, path: Path) -> str | None:
+    """The name of ``path`` where it is a checkpoint of this run directory, else None."""
+    if checkpoint_step(path.name) is None:
+        return None
+    return path.name if os.path.realpath(path.parent) == os.path.realpath(run.root) else None
+
+
+# --- check ---
+
+
+def _take_inventory(run: Run, source: _Source, place: _Place) -> _Inventory:
+    """List and check the chosen checkpoint, each reader of its domain a share of the files."""
+    readers = place.readers(source.domain)
+
+    def check_share() -> _Share:
+        if run.channel.rank not in readers:
+            return _Share()
+        wait_until_visible(place.path, timeout_s=run.options.visibility_timeout_s)
+        return _check_share(run, source, place.path, index=readers.index(run.channel.rank), count=len(readers))
+
+    shares = run.channel.together("check the checkpoint", check_share)
+    return _Inventory(
+        entries=tuple(sorted((entry for share in shares for entry in share.entries), key=lambda entry: entry.path)),
+        manifest=shares[source.domain.leader].manifest,
+        problems=tuple(problem for share in shares for problem in share.problems),
+        world_size=shares[source.domain.leader].world_size,
+    )
+
+
+def _check_share(run: Run, source: _Source, path: Path, *, index: int, count: int) -> _Share:
+    """Check every ``count``-th file from the ``index``-th on."""
+    every_byte = run.options.verify == "digest"
+    files = list_files(path)
+    manifest = Manifest.read(path)
+    listed = {} if manifest is None else manifest.by_path()
+    entries, problems = [], []
+    for name in sorted(files.keys() - {MANIFEST_NAME})[index::count]:
+        entry = listed.get(name)
+        problem = None
+        if entry is None:
+            # A stock checkpoint's file, or one that somebody added after the commit: it goes along with the others.
+            entry = FileEntry(
+                path=name,
+                size=files[name].size,
+                digest=digest_file(path / name) if len(run.topology.domains) > 1 else "",
+                rank=writing_rank(name, source.domain),
+                mode=files[name].mode,
+            )
+            if every_byte and (found := structure_problem(path / name, thorough=True)) is not None:
+                problem = f"{name}: {found}"
+        elif every_byte:
+            problem = file_problem(path, entry)
+        entries.append(entry)
+        if problem is not None:
+            problems.append(problem)
+    return _Share(
+        entries=tuple(entries),
+        problems=tuple(problems),
+        manifest=manifest if index == 0 else None,
+        world_size=saved_world_size(path, files) if manifest is None else manifest.world_size,
+    )
+
+
+# --- deliver ---
+
+
+def _deliver(run: Run, source: _Source, inventory: _Inventory, place: _Place) -> Resumption:
+    """Bring the checkpoint to every domain that lacks some of it.
+
+    On home, and where ``local_copies`` is ``full``, it takes its place as ``checkpoint-N`` in the run directory;
+    elsewhere, and where the user named a path outside of it, the copy lies in ``_safe_trainer/delivered/`` until
+    training has loaded it.
+    """
+    needs = _find_needs(run, source, inventory, place)
+    own_need = needs[run.channel.rank]
+    path = place.path
+    if any(need.copy for need in needs):
+        staged = run.directory.layout.delivered / run.next_name("resume") / place.path.name
+        _ship_missing(run, source, inventory, place, staged, needs)
+        settled = run.channel.together(
+            "put the checkpoint in place",
+            lambda: _settle_delivery(run, inventory, place, staged) if own_need.copy else None,
+        )
+        path = Path(settled[run.topology.domain.leader] or place.path)
+    visible_path = path
+    run.channel.together(
+        "see the checkpoint", lambda: wait_until_visible(visible_path, timeout_s=run.options.visibility_timeout_s)
+    )
+    if run.is_home_leader:
+        logger.info("resuming from %s (%d files)", path, len(inventory.entries))
+    names = [entry.path for entry in inventory.entries]
+    return Resumption(
+        path=path,
+        step=source.step,
+        world_size=inventory.world_size,
+        has_deepspeed_shards=any(name.endswith("_optim_states.pt") for name in names),
+        rng_ranks=frozenset(rng_ranks(names)),
+    )
+
+
+def _find_needs(run: Run, source: _Source, inventory: _Inventory, place: _Place) -> list[_Need]:
+    """For each rank, what its domain needs."""
+    domain = run.topology.domain
+    readers = place.readers(domain)
+    rank = run.channel.rank
+
+    def compare_share() -> _Need:
+        here = place.path.is_dir()
+        if domain == source.domain and rank in readers:
+            return _Need(copy=False, missing=frozenset())
+        if rank not in readers:
+            return _Need(copy=not here, missing=frozenset())
+        share = inventory.entries[readers.index(rank) :: len(readers)]
+        known = _trusted_digests(run, inventory, place.path)
+        missing = frozenset(entry.path for entry in share if not (here and _has_same(place.path, entry, known)))
+        return _Need(copy=bool(missing) or not here, missing=missing)
+
+    found = run.channel.together("compare disks", compare_share)
+    needs = []
+    for peers in (run.topology.domain_of(other).ranks for other in range(run.topology.world_size)):
+        missing = frozenset(path for peer in peers for path in found[peer].missing)
+        needs.append(_Need(copy=any(found[peer].copy for peer in peers), missing=missing))
+    return needs
+
+
+def _trusted_digests(run: Run, inventory: _Inventory, place: Path) -> dict[str, FileEntry]:
+    """Entries of this disk's own manifest, where the user does not ask for every byte to be read again."""
+    if run.options.verify == "digest":
+        return {}
+    try:
+        manifest = Manifest.read(place)
+    except CheckpointError:
+        return {}
+    if manifest is None or inventory.manifest is None or manifest.save_id != inventory.manifest.save_id:
+        return {}
+    return manifest.by_path()
+
+
+def _has_same(place: Path, entry: FileEntry, known: dict[str, FileEntry]) -> bool:
+    try:
+        if (place / entry.path).stat().st_size != entry.size:
+            return False
+    except OSError:
+        return False
+    trusted = known.get(entry.path)
+    if trusted is not None:
+        return trusted.same_content(entry)
+    return file_problem(place, entry) is None
+
+
+def _ship_missing(
+    run: Run, source: _Source, inventory: _Inventory, place: _Place, staged: Path, needs: Sequence[_Need]
+) -> None:
+    """Fill ``staged`` in every domain that needs a copy: links to what is there already, the rest over the wire."""
+
+    def stage_present() -> None:
+        need = needs[run.channel.rank]
+        if run.topology.is_leader and need.copy:
+            staged.mkdir(parents=True)
+            for entry in inventory.entries:
+                if entry.path not in need.missing:
+                    _link_or_copy(place.path / entry.path, staged / entry.path)
+
+    run.channel.together("use what is here", stage_present)
+    shipments = []
+    for domain in run.topology.domains:
+        missing = [entry for entry in inventory.entries if entry.path in needs[domain.leader].missing]
+        shipments += plan_shipments(missing, source=Domain(place.readers(source.domain)), destination=domain)
+
+    def receive() -> int:
+        if needs[run.channel.rank].copy:
+            wait_until_visible(staged, timeout_s=run.options.visibility_timeout_s)
+        return ship(run.channel, shipments, source_root=place.path, destination_root=staged)
+
+    received = sum(run.channel.together("deliver the checkpoint", receive))
+    if run.is_home_leader:
+        logger.info("delivered %.1f MB of %s to disks that lacked it", received / 1e6, place.path.name)
+
+
+def _settle_delivery(run: Run, inventory: _Inventory, place: _Place, staged: Path) -> str:
+    """Finish a delivered copy on this domain's leader and say where it is."""
+    if not run.topology.is_leader:
+        return str(staged)
+    if inventory.manifest is not None:
+        inventory.manifest.write(staged)
+    if place.in_run_directory and (run.topology.is_home or run.options.local_copies == "full"):
+        with run.directory.lock():
+            return str(run.directory.commit(staged))
+    return str(staged)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # no hard links on this file system
+        shutil.copy2(source, target)
+
+
+def rng_ranks(names: Iterable[str]) -> Iterator[int]:
+    """The ranks whose RNG states are among a checkpoint's file names."""
+    for name in names:
+        if name == "rng_state.pth":
+            yield 0
+        elif name.startswith("rng_state_") and name.endswith(".pth"):
+            digits = name.removeprefix("rng_state_").removesuffix(".pth")
+            if digits.isdigit():
+                yield int(digits)
+
+
+def _children(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,526 @@
+"""A save from prepare to tell: the steps of docs/protocol.md, each one call.
+
+Nobody begins a step before everybody has finished the one before it (:meth:`Channel.together`), and nobody writes
+under the staging name once the files have been listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from tqdm.auto import tqdm
+
+from safe_trainer.commit import fsync_file
+from safe_trainer.errors import CheckpointError
+from safe_trainer.integrity import digest_file, inspect_checkpoint, tensorless_weights
+from safe_trainer.layout import (
+    STAGING_MARKER_PREFIX,
+    FileStat,
+    checkpoint_name,
+    list_checkpoints,
+    list_files,
+)
+from safe_trainer.manifest import FileEntry, Manifest
+from safe_trainer.rotation import Rotation, same_directory, stale_steps, steps_to_remove
+from safe_trainer.run import Run
+from safe_trainer.topology import Domain, Topology, wait_until_visible
+from safe_trainer.transfer import Shipment, plan_shipments, ship, total_bytes_by_destination
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# A bar only appears where a gather takes longer than this.
+BAR_DELAY_S = 1.0
+
+# Files that the stock Trainer and DeepSpeed write on purpose on several nodes (save_on_each_node), with content that
+# may differ between them: paths, times, and node-local settings. Home's copy counts.
+WRITTEN_ON_EVERY_NODE = frozenset({"trainer_state.json", "training_args.bin", "latest", "zero_to_fp32.py", "README.md"})
+
+# Where a file's name tells which rank wrote it: RNG states, DeepSpeed's shards, torch.distributed.checkpoint's.
+_RANK_IN_NAME = (
+    re.compile(r"^rng_state_(\d+)\.pth$"),
+    re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(?:optim|model)_states\.pt$"),
+    re.compile(r"^__(\d+)_\d+\.distcp$"),
+)
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save did.
+
+    Attributes:
+        step: the global step.
+        path: this rank's ``checkpoint-N``; on disks other than home's it may hold a part or not be there.
+        files: number of files in the checkpoint, the manifest not counted.
+        bytes: their total size.
+        gathered_bytes: how many of them home received from other disks.
+        phases_s: seconds spent in each step, by its name, on this rank.
+        stall_s: seconds for which training stood still on this rank.
+        warnings: what the user should know although the checkpoint was committed.
+    """
+
+    step: int
+    path: Path
+    files: int
+    bytes: int
+    gathered_bytes: int
+    phases_s: dict[str, float]
+    stall_s: float
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.phases_s.items())
+        rate = self.bytes / 1e6 / max(self.stall_s, 1e-9)
+        return (
+            f"saved step {self.step} to {self.path}: {self.files} files, {self.bytes / 1e6:.1f} MB "
+            f"({self.gathered_bytes / 1e6:.1f} MB gathered), {self.stall_s:.2f} s stall ({rate:.0f} MB/s; {phases})"
+        )
+
+
+@dataclass
+class _Clock:
+    """Seconds per step, in the order of the steps."""
+
+    phases_s: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases_s[name] = time.perf_counter() - begin
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started
+
+
+def save_checkpoint(
+    run: Run,
+    *,
+    step: int,
+    write: Callable[[Path], None],
+    rotation: Callable[[], Rotation],
+    show_progress: bool = False,
+) -> SaveReport:
+    """Save one checkpoint: it is committed as a whole on home, or nothing has changed; collective.
+
+    Args:
+        run: the run.
+        step: the global step.
+        write: writes this rank's files below the directory that it is given, which exists. Every rank enters it.
+        rotation: asked on rank 0, after it has written, for what ``save_total_limit`` wants.
+        show_progress: whether a bar may appear on home's leader.
+
+    Raises:
+        CheckpointError: on every rank alike; what was committed before is as it was.
+    """
+    clock = _Clock()
+    staged = run.directory.layout.staging / run.next_name(str(step)) / checkpoint_name(step)
+    try:
+        with clock.phase("prepare"):
+            _prepare(run, staged)
+        with clock.phase("write"):
+            _write(run, staged, write)
+        with clock.phase("list"):
+            listed = _list(run, staged)
+        with clock.phase("digest"):
+            entries = _digest(run, staged, listed)
+        with clock.phase("gather"):
+            chosen = choose_copies(entries, run.topology)
+            gathered_bytes = _gather(run, staged, chosen, show_progress=show_progress)
+        manifest = _manifest(run, step, chosen)
+        with clock.phase("commit"):
+            decision = _commit(run, staged, manifest, rotation)
+    except BaseException:
+        _abandon(run, staged)
+        raise
+    with clock.phase("rotate"):
+        warnings = decision.warnings + _finish(run, staged, decision, entries)
+    report = SaveReport(
+        step=step,
+        path=run.directory.layout.checkpoint(step),
+        files=len(manifest.files),
+        bytes=manifest.total_bytes,
+        gathered_bytes=gathered_bytes,
+        phases_s=clock.phases_s,
+        stall_s=clock.elapsed_s(),
+        warnings=warnings,
+    )
+    if run.is_home_leader:
+        logger.info("%s", report)
+        for warning in warnings:
+            logger.warning("checkpoint of step %d: %s", step, warning)
+    return report
+
+
+def keep_only(run: Run, best: Callable[[], str | None]) -> None:
+    """Remove every checkpoint but the best one, on every disk, if home has the best one complete; collective.
+
+    Args:
+        run: the run.
+        best: asked on rank 0 for the best checkpoint's path.
+    """
+
+    def decide() -> int | None:
+        if not run.is_home_leader:
+            return None
+        path = best()
+        matching = (step for step, place in list_checkpoints(run.root) if same_directory(place, path))
+        step = next(matching, None)
+        if step is None or not inspect_checkpoint(run.directory.layout.checkpoint(step), verify="size").complete:
+            return None
+        return step
+
+    kept = run.channel.together("choose what stays", decide)[run.topology.home.leader]
+
+    def remove() -> None:
+        if run.topology.is_leader and kept is not None:
+            with run.directory.lock():
+                run.directory.check_generation()
+                run.directory.remove_checkpoints(stale_steps(run.root, [kept]))
+            run.directory.empty_trash()
+
+    run.channel.together("remove all but the best", remove)
+
+
+# --- the steps ---
+
+
+def _prepare(run: Run, staged: Path) -> None:
+    def prepare() -> None:
+        if run.topology.is_leader:
+            run.directory.check_generation()
+            run.directory.make_staging(staged.parent.name, staged.name)
+
+    run.channel.together("prepare", prepare)
+
+
+def _write(run: Run, staged: Path, write: Callable[[Path], None]) -> None:
+    """Let every rank write. Afterwards every rank has closed its files."""
+    # transformers 4.36 to 4.38 skip their own staging directory where the target is there and not empty.
+    marker = staged / f"{STAGING_MARKER_PREFIX}{run.channel.rank}"
+
+    def write_own() -> None:
+        wait_until_visible(staged, timeout_s=run.options.visibility_timeout_s)
+        marker.touch()
+        try:
+            # Every rank has entered the save by now, so whoever writes into the final place beforehand has done so.
+            if run.topology.is_leader:
+                run.directory.carry_over(staged)
+            write(staged)
+        finally:
+            marker.unlink(missing_ok=True)
+
+    run.channel.together("write", write_own)
+
+
+def _list(run: Run, staged: Path) -> list[dict[str, FileStat]]:
+    """What each node sees in staging: its own files for certain, those of others perhaps not yet."""
+
+    def list_own_node() -> dict[str, FileStat]:
+        return list_files(staged) if run.topology.is_lister() else {}
+
+    return run.channel.together("list files", list_own_node)
+
+
+def _digest(run: Run, staged: Path, listed: Sequence[dict[str, FileStat]]) -> list[dict[str, FileEntry]]:
+    """Fsync every file on every node of its domain and digest it once; returns each rank's share of entries.
+
+    Only the host that wrote a file can flush it on a network file system, and who that was is not certain, so each
+    node fsyncs all of its domain's files; where there is nothing to flush that costs next to nothing.
+    """
+    topology = run.topology
+    files = _merge(listed, topology.domain)
+    peers = topology.node_peers(run.channel.rank)
+    to_sync = [path for index, path in enumerate(files) if peers[index % len(peers)] == run.channel.rank]
+    digesters = _spread(files, topology)
+
+    def digest_own() -> dict[str, FileEntry]:
+        for path in to_sync:
+            _wait_for_size(staged / path, files[path].size, timeout_s=run.options.visibility_timeout_s)
+            fsync_file(staged / path)
+        entries = {}
+        for path, digester in digesters.items():
+            if digester == run.channel.rank:
+                _wait_for_size(staged / path, files[path].size, timeout_s=run.options.visibility_timeout_s)
+                entries[path] = FileEntry(
+                    path=path,
+                    size=files[path].size,
+                    digest=digest_file(staged / path),
+                    rank=writing_rank(path, topology.domain),
+                    mode=files[path].mode,
+                )
+        return entries
+
+    return run.channel.together("digest", digest_own)
+
+
+def _gather(run: Run, staged: Path, chosen: Sequence[FileEntry], *, show_progress: bool) -> int:
+    """Bring to home what it lacks; returns the number of bytes that home received."""
+    shipments: list[Shipment] = []
+    for domain in run.other_domains:
+        owned = [entry for entry in chosen if run.topology.domain_of(entry.rank) == domain]
+        shipments += plan_shipments(owned, source=domain, destination=run.topology.home)
+    if not shipments:
+        return 0
+    own_bytes = total_bytes_by_destination(shipments).get(run.channel.rank, 0)
+
+    def receive() -> int:
+        with tqdm(
+            total=own_bytes,
+            desc=f"gather {staged.name}",
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            delay=BAR_DELAY_S,
+            leave=False,
+            disable=not (show_progress and run.is_home_leader),
+        ) as bar:
+            return ship(run.channel, shipments, source_root=staged, destination_root=staged, progress=bar.update)
+
+    return sum(run.channel.together("gather", receive))
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What home decided when it committed."""
+
+    manifest: Manifest
+    removed: tuple[int, ...]
+    kept: tuple[int, ...] | None
+    warnings: tuple[str, ...]
+
+
+def _commit(run: Run, staged: Path, manifest: Manifest, wishes: Callable[[], Rotation]) -> _Decision:
+    """Seal and rename on home, then rotate there; returns home's decision to every rank."""
+
+    def commit() -> _Decision | None:
+        if not run.is_home_leader:
+            return None
+        noted = dataclasses.replace(manifest, warnings=_content_warnings(staged, manifest))
+        noted.write(staged)
+        with run.directory.lock():
+            run.directory.commit(staged)
+            rotation = wishes()
+            removed, problems = _rotate(run, rotation, manifest.step)
+        limited = rotation.limit is not None and rotation.limit > 0
+        kept = tuple(step for step, _ in list_checkpoints(run.root)) if limited else None
+        return _Decision(noted, removed, kept, noted.warnings + problems)
+
+    decision = run.channel.together("commit", commit)[run.topology.home.leader]
+    if decision is None:
+        raise CheckpointError("home's leader committed without a decision; this is a bug in safe_trainer")
+    return decision
+
+
+def _rotate(run: Run, rotation: Rotation, newest: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Remove what is too much; a failure is a warning, since the new checkpoint is committed already."""
+    try:
+        removed = steps_to_remove(run.root, rotation, newest=newest)
+        run.directory.remove_checkpoints(removed)
+    except (OSError, CheckpointError) as error:
+        return (), (f"old checkpoints could not be removed: {error}",)
+    return tuple(removed), ()
+
+
+def _finish(run: Run, staged: Path, decision: _Decision, entries: Sequence[dict[str, FileEntry]]) -> tuple[str, ...]:
+    """Do on the other disks what the options say, and delete what was removed; failures here are warnings."""
+    if run.other_domains and run.options.local_copies == "full":
+        problem = _complete_local_copies(run, staged, decision.manifest, entries)
+        if problem is not None:
+            return (problem, *_finish_own(run, staged, decision, entries, drop=True))
+    return _finish_own(run, staged, decision, entries, drop=run.options.local_copies == "drop")
+
+
+def _finish_own(
+    run: Run, staged: Path, decision: _Decision, entries: Sequence[dict[str, FileEntry]], *, drop: bool
+) -> tuple[str, ...]:
+    def finish() -> str | None:
+        if not run.topology.is_leader:
+            return None
+        try:
+            if not run.topology.is_home:
+                _settle_local_copy(run, staged, decision, entries, drop=drop)
+            run.directory.empty_trash()
+        except (OSError, CheckpointError) as error:
+            return f"the local copy on rank {run.channel.rank}'s disk ({run.channel.host}) was not kept: {error}"
+        return None
+
+    return tuple(warning for warning in run.channel.together("rotate", finish) if warning is not None)
+
+
+def _settle_local_copy(
+    run: Run, staged: Path, decision: _Decision, entries: Sequence[dict[str, FileEntry]], *, drop: bool
+) -> None:
+    manifest = decision.manifest
+    if run.options.local_copies == "keep":
+        manifest = manifest.part(_as_committed(_merge(entries, run.topology.domain), manifest))
+        drop = drop or not manifest.files
+    with run.directory.lock():
+        if drop:
+            run.directory.drop_staging(staged)
+        else:
+            manifest.write(staged)
+            run.directory.commit(staged)
+        if decision.kept is not None:
+            run.directory.remove_checkpoints(stale_steps(run.root, decision.kept))
+
+
+def _complete_local_copies(
+    run: Run, staged: Path, manifest: Manifest, entries: Sequence[dict[str, FileEntry]]
+) -> str | None:
+    """Send what the other disks lack from home's committed checkpoint; returns what went wrong, if anything."""
+    shipments: list[Shipment] = []
+    for domain in run.other_domains:
+        present = _as_committed(_merge(entries, domain), manifest)
+        lacking = [entry for entry in manifest.files if entry.path not in present]
+        shipments += plan_shipments(lacking, source=run.topology.home, destination=domain)
+
+    def make_room() -> None:
+        # What a node wrote in its own way (its own trainer state, say) gives way to home's copy.
+        if run.topology.is_leader and not run.topology.is_home:
+            present = _as_committed(_merge(entries, run.topology.domain), manifest)
+            for path in set(list_files(staged)) - present:
+                (staged / path).unlink()
+
+    def receive() -> int:
+        source = run.directory.layout.checkpoint(manifest.step)
+        if run.topology.is_home:
+            wait_until_visible(source, timeout_s=run.options.visibility_timeout_s)
+        return ship(run.channel, shipments, source_root=source, destination_root=staged)
+
+    try:
+        run.channel.together("make local copies", make_room)
+        run.channel.together("make local copies", receive)
+    except CheckpointError as error:
+        return f"the local copies could not be completed and were dropped: {error}"
+    return None
+
+
+def _abandon(run: Run, staged: Path) -> None:
+    """Throw the staging directory away after a failure; whatever goes wrong here must not hide its cause."""
+    if not run.topology.is_leader:
+        return
+    try:
+        run.directory.drop_staging(staged)
+        run.directory.empty_trash()
+    except (OSError, CheckpointError):
+        logger.warning("Could not clear %s; the next run will.", staged, exc_info=True)
+
+
+# --- who has what ---
+
+
+def writing_rank(path: str, domain: Domain) -> int:
+    """The global rank that wrote ``path`` into ``domain``'s staging directory.
+
+    Writers that write on every rank put the rank into the name; what has none is written by the one process that
+    stock lets write in a directory: the domain's leader. A name that points outside the domain (tensor or pipeline
+    parallel numbering) counts as the leader's too, so that a file is always fetched from where it lies.
+    """
+    name = PurePosixPath(path).name
+    for pattern in _RANK_IN_NAME:
+        match = pattern.search(name)
+        if match is not None and int(match.group(1)) in domain.ranks:
+            return int(match.group(1))
+    return domain.leader
+
+
+def choose_copies(entries: Sequence[dict[str, FileEntry]], topology: Topology) -> tuple[FileEntry, ...]:
+    """One copy of every path over all domains, home's first.
+
+    Args:
+        entries: by rank, its share of its domain's files.
+        topology: who is where.
+
+    Raises:
+        CheckpointError: two domains have one path with different content, and it is none that stock writes on every
+            node.
+    """
+    chosen: dict[str, FileEntry] = {}
+    for domain in topology.domains:
+        for path, entry in _merge(entries, domain).items():
+            first = chosen.setdefault(path, entry)
+            if not first.same_content(entry) and path not in WRITTEN_ON_EVERY_NODE:
+                raise CheckpointError(
+                    f"{path} was written with different content by rank {first.rank} ({first.size} bytes) and by rank "
+                    f"{entry.rank} ({entry.size} bytes) on another disk. A checkpoint has one file of a name: let each "
+                    "rank put its number into the name. Nothing was committed."
+                )
+    return tuple(chosen[path] for path in sorted(chosen))
+
+
+def _merge(by_rank: Sequence[dict[str, T]], domain: Domain) -> dict[str, T]:
+    merged: dict[str, T] = {}
+    for rank in domain.ranks:
+        merged.update(by_rank[rank])
+    return dict(sorted(merged.items()))
+
+
+def _as_committed(own: dict[str, FileEntry], manifest: Manifest) -> set[str]:
+    """The paths among ``own`` whose content is what was committed."""
+    committed = manifest.by_path()
+    return {path for path, entry in own.items() if path in committed and committed[path].same_content(entry)}
+
+
+def _spread(files: dict[str, FileStat], topology: Topology) -> dict[str, int]:
+    """Who digests which file: its writer, whose memory still holds it, or one of the leader's node, evenly by size."""
+    domain = topology.domain
+    load = dict.fromkeys(topology.node_peers(domain.leader), 0)
+    digesters = {}
+    for path, info in sorted(files.items(), key=lambda item: -item[1].size):
+        writer = writing_rank(path, domain)
+        if writer == domain.leader:
+            writer = min(load, key=lambda rank: (load[rank], rank))
+        if writer in load:
+            load[writer] += info.size
+        digesters[path] = writer
+    return digesters
+
+
+def _wait_for_size(path: Path, size: int, *, timeout_s: float) -> None:
+    """Wait until this node sees a file as its writer left it (attribute caches lag on network file systems)."""
+    wait_until_visible(path, timeout_s=timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while (seen := path.stat().st_size) != size:
+        if time.monotonic() >= deadline:
+            raise CheckpointError(
+                f"{path} has {seen} bytes here, its writer said {size}; it changed after it was written"
+            )
+        time.sleep(0.1)
+
+
+def _manifest(run: Run, step: int, chosen: tuple[FileEntry, ...]) -> Manifest:
+    return Manifest(
+        step=step,
+        save_id=uuid.uuid4().hex,
+        scope="full",
+        generation=run.generation.number,
+        world_size=run.topology.world_size,
+        saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        saved_by={"host": socket.gethostname(), "process": str(os.getpid()), **run.saved_by},
+        files=chosen,
+    )
+
+
+def _content_warnings(staged: Path, manifest: Manifest) -> tuple[str, ...]:
+    empty = tensorless_weights(staged, (entry.path for entry in manifest.files))
+    return tuple(
+        f"{path} holds no tensors: the weights were not gathered before they were saved, so this is not a usable model "
+        "or adapter (seen with LoRA under ZeRO-3 on transformers 4.38 to 4.57; newer versions gather them)"
+        for path in empty
+    )

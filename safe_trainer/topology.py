@@ -1,0 +1,325 @@
+"""Ranks, nodes and storage domains: which ranks see the same run directory.
+
+It is found out by looking, not by asking: every rank makes a token with a name of its own in its run directory and
+looks for the others' tokens by name. Neither device and inode numbers nor file-system ids tell (they can be equal on
+separate disks and different on one).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from safe_trainer.channel import Channel
+from safe_trainer.errors import StorageError
+from safe_trainer.layout import RunLayout
+from safe_trainer.options import Storage
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.1
+# How long a token that is not there is looked for again where the file system is a network one and the hosts differ.
+# Names that were never looked up have no stale cache entry on NFS and FUSE; this covers what lags behind all the same.
+ABSENCE_PATIENCE_S = 10.0
+
+_NETWORK_FILE_SYSTEMS = (
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "coda",
+    "fuse",
+    "gfs2",
+    "glusterfs",
+    "gpfs",
+    "lustre",
+    "nfs",
+    "ocfs2",
+    "orangefs",
+    "panfs",
+    "pvfs2",
+    "smb",
+    "virtiofs",
+    "wekafs",
+)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The ranks that see one run directory, in ascending order."""
+
+    ranks: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        """The one rank that creates, renames and deletes in this run directory."""
+        return self.ranks[0]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who is where.
+
+    Attributes:
+        rank: this process.
+        domains: all storage domains by their leaders' ranks; the first is home, the domain of rank 0.
+        nodes: for each rank, the number of its node; nodes are numbered by their lowest ranks.
+    """
+
+    rank: int
+    domains: tuple[Domain, ...]
+    nodes: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def home(self) -> Domain:
+        return self.domains[0]
+
+    @property
+    def domain(self) -> Domain:
+        """This rank's own domain."""
+        return self.domain_of(self.rank)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.domain.leader == self.rank
+
+    @property
+    def is_home(self) -> bool:
+        return self.rank in self.home.ranks
+
+    def domain_of(self, rank: int) -> Domain:
+        return next(domain for domain in self.domains if rank in domain.ranks)
+
+    def node_peers(self, rank: int) -> tuple[int, ...]:
+        """The ranks on ``rank``'s node that are in its domain, itself included."""
+        return tuple(peer for peer in self.domain_of(rank).ranks if self.nodes[peer] == self.nodes[rank])
+
+    def is_lister(self) -> bool:
+        """Whether this rank is the lowest of its node in its domain: it lists files for the others there."""
+        return self.node_peers(self.rank)[0] == self.rank
+
+    def describe(self) -> str:
+        """One line for the log, e.g. ``2 nodes, 4 ranks, 2 storage domains: ranks 0-1 (home) | ranks 2-3``."""
+        parts = [format_ranks(domain.ranks) for domain in self.domains]
+        parts[0] += " (home)"
+        count = len(self.domains)
+        return (
+            f"{len(set(self.nodes))} node(s), {self.world_size} rank(s), {count} storage domain(s): {' | '.join(parts)}"
+        )
+
+
+def format_ranks(ranks: tuple[int, ...]) -> str:
+    """``ranks 0-3,6`` for (0, 1, 2, 3, 6)."""
+    pieces: list[str] = []
+    start = previous = ranks[0]
+    for rank in (*ranks[1:], None):
+        if rank is not None and rank == previous + 1:
+            previous = rank
+            continue
+        pieces.append(str(start) if start == previous else f"{start}-{previous}")
+        if rank is not None:
+            start = previous = rank
+    return ("rank " if len(ranks) == 1 else "ranks ") + ",".join(pieces)
+
+
+class _Visit(NamedTuple):
+    """What a rank tells the others before they look."""
+
+    directory: str
+    token: str
+    node: tuple[str, str]
+    network: bool
+
+
+def find_topology(channel: Channel, run_directory: Path, *, storage: Storage, visibility_timeout_s: float) -> Topology:
+    """Find the storage domains of ``run_directory``; collective.
+
+    Args:
+        channel: the control channel.
+        run_directory: this rank's run directory; made where it does not exist. It may differ between nodes whose
+            disks differ.
+        storage: what the user insists on. ``shared`` looks for as long as ``visibility_timeout_s`` before it gives
+            up, ``local`` believes absence at once.
+        visibility_timeout_s: see :class:`~safe_trainer.options.CheckpointOptions`.
+
+    Raises:
+        StorageError: what was seen contradicts ``storage``, is not symmetric or not transitive, or ranks on one disk
+            have different run directories. The text names the ranks.
+        CheckpointError: a run directory cannot be written.
+    """
+    tokens = RunLayout(run_directory).tokens
+
+    def leave_token() -> _Visit:
+        tokens.mkdir(parents=True, exist_ok=True)
+        token = f"{uuid.uuid4().hex}-{channel.rank}"
+        (tokens / token).touch()
+        return _Visit(
+            directory=str(run_directory.resolve()),
+            token=token,
+            node=(channel.host, os.environ.get("GROUP_RANK", "")),
+            network=_is_network_file_system(run_directory),
+        )
+
+    visits = channel.together("write into the run directory", leave_token)
+    patience_s = {
+        "auto": ABSENCE_PATIENCE_S if _may_lag(visits) else 0.0,
+        "shared": visibility_timeout_s,
+        "local": 0.0,
+    }[storage]
+
+    def look() -> tuple[frozenset[int], frozenset[int]]:
+        seen = _seen_within(tokens, visits, min(patience_s, visibility_timeout_s))
+        return seen, frozenset(_seen_elsewhere(visits, channel.rank, seen))
+
+    try:
+        sights = channel.together("look for the other ranks' run directories", look)
+    finally:
+        # Everyone has looked (or the job is about to fail): each rank takes its own token away again.
+        _remove_token(tokens, visits[channel.rank].token)
+    seen = [sight[0] for sight in sights]
+    _check_equivalence(seen, visits)
+    _check_one_directory_per_disk([sight[1] for sight in sights], visits)
+    domains = tuple(Domain(tuple(sorted(group))) for group in sorted(set(seen), key=min))
+    numbers: dict[tuple[str, str], int] = {}
+    nodes = tuple(numbers.setdefault(visit.node, len(numbers)) for visit in visits)
+    topology = Topology(rank=channel.rank, domains=domains, nodes=nodes)
+    _check_option(storage, topology, visits)
+    return topology
+
+
+def wait_until_visible(path: Path, *, timeout_s: float) -> None:
+    """Return once ``path``, which another rank says exists, can be seen here.
+
+    Listing the parent makes NFS clients forget that the name was missing; on FUSE only waiting helps.
+
+    Raises:
+        StorageError: it stays invisible for ``timeout_s`` seconds.
+    """
+    if not _poll(lambda: _exists(path), timeout_s):
+        raise StorageError(
+            f"{path} was written by another rank but has been invisible here for {timeout_s:g} s. If the file system's "
+            "caches lag further behind, raise visibility_timeout_s (SAFE_TRAINER_VISIBILITY_TIMEOUT_S)."
+        )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+        return True
+    except OSError:  # also ESTALE, which comes once and goes
+        pass
+    try:
+        os.listdir(path.parent)
+    except OSError:
+        pass
+    return False
+
+
+def _poll(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_INTERVAL_S)
+    return True
+
+
+def _seen_within(tokens: Path, visits: list[_Visit], patience_s: float) -> frozenset[int]:
+    seen: set[int] = set()
+
+    def look_again() -> bool:
+        seen.update(rank for rank, visit in enumerate(visits) if rank not in seen and _exists(tokens / visit.token))
+        return len(seen) == len(visits)
+
+    _poll(look_again, patience_s)
+    return frozenset(seen)
+
+
+def _seen_elsewhere(visits: list[_Visit], rank: int, seen: frozenset[int]) -> list[int]:
+    """Ranks whose token this rank sees, but under another path than its own run directory."""
+    own = visits[rank].directory
+    return [
+        other
+        for other, visit in enumerate(visits)
+        if other not in seen
+        and visit.directory != own
+        and _exists(RunLayout(Path(visit.directory)).tokens / visit.token)
+    ]
+
+
+def _may_lag(visits: list[_Visit]) -> bool:
+    return any(visit.network for visit in visits) and len({visit.node for visit in visits}) > 1
+
+
+def _is_network_file_system(directory: Path) -> bool:
+    target = directory.resolve()
+    mounts = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
+    for parent in (target, *target.parents):
+        if parent in mounts:
+            return mounts[parent].lower().startswith(_NETWORK_FILE_SYSTEMS)
+    return False
+
+
+def _remove_token(tokens: Path, token: str) -> None:
+    try:
+        (tokens / token).unlink(missing_ok=True)
+        tokens.rmdir()
+    except OSError:
+        # Other ranks' tokens are still there; the last one to leave removes the directory.
+        logger.debug("%s stays for now", tokens, exc_info=True)
+
+
+def _name(rank: int, visits: list[_Visit]) -> str:
+    return f"rank {rank} ({visits[rank].node[0]}:{visits[rank].directory})"
+
+
+def _check_equivalence(seen: list[frozenset[int]], visits: list[_Visit]) -> None:
+    for rank, others in enumerate(seen):
+        for other in sorted(others):
+            if seen[other] != others:
+                missing = min(seen[other] ^ others)
+                raise StorageError(
+                    f"{_name(rank, visits)} and {_name(other, visits)} see one run directory, but only one of the two "
+                    f"sees the files of {_name(missing, visits)} there. Ranks must see either the same directory or "
+                    "separate ones. Check the mounts, or raise visibility_timeout_s and set storage='shared'."
+                )
+
+
+def _check_one_directory_per_disk(elsewhere: list[frozenset[int]], visits: list[_Visit]) -> None:
+    for rank, others in enumerate(elsewhere):
+        for other in sorted(others):
+            raise StorageError(
+                f"{_name(rank, visits)} and {_name(other, visits)} are on one disk but have different run directories, "
+                "so no checkpoint would be whole. Give all ranks the same output_dir (a time stamp in its name must be "
+                "taken once and passed to every node)."
+            )
+
+
+def _check_option(storage: Storage, topology: Topology, visits: list[_Visit]) -> None:
+    if storage == "shared" and len(topology.domains) > 1:
+        apart = topology.domains[1].leader
+        raise StorageError(
+            f"storage='shared', but {_name(0, visits)} and {_name(apart, visits)} do not see each other's files. "
+            "Mount the same file system on every node, or use storage='auto'."
+        )
+    if storage == "local":
+        for domain in topology.domains:
+            for rank in domain.ranks:
+                if topology.nodes[rank] != topology.nodes[domain.leader]:
+                    raise StorageError(
+                        f"storage='local', but {_name(domain.leader, visits)} and {_name(rank, visits)} are on "
+                        "different nodes and see one directory. Use storage='auto' or 'shared'."
+                    )

@@ -1,0 +1,202 @@
+"""Files from rank to rank, in chunks of bounded size, digested on both ends.
+
+A plan is a list of :class:`Shipment`, the same on every rank. Each pair of sender and receiver is a lane; lanes run
+side by side. Ranks work through the plan in its order, so no two of them ever wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from safe_trainer.channel import Channel
+from safe_trainer.errors import CheckpointError
+from safe_trainer.layout import resolve_inside
+from safe_trainer.manifest import FileEntry
+from safe_trainer.topology import Domain
+
+CHUNK_BYTES = 8 << 20
+_FAILED = -1
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """One file on its way.
+
+    Attributes:
+        entry: the file, with the digest that it must have on arrival.
+        source, destination: global ranks, which are never equal.
+    """
+
+    entry: FileEntry
+    source: int
+    destination: int
+
+
+def plan_shipments(entries: Iterable[FileEntry], *, source: Domain, destination: Domain) -> list[Shipment]:
+    """Spread ``entries`` over the lanes between two domains, the largest first to whoever has least to carry."""
+    lane_count = min(len(source.ranks), len(destination.ranks))
+    load = dict.fromkeys(range(lane_count), 0)
+    shipments = []
+    for entry in sorted(entries, key=lambda entry: (-entry.size, entry.path)):
+        lane = min(load, key=lambda lane: (load[lane], lane))
+        load[lane] += entry.size
+        shipments.append(Shipment(entry, source.ranks[lane], destination.ranks[lane]))
+    return shipments
+
+
+def ship(
+    channel: Channel,
+    shipments: Sequence[Shipment],
+    *,
+    source_root: Path | None,
+    destination_root: Path | None,
+    progress: Progress = lambda count: None,
+) -> int:
+    """Carry out a plan; every rank calls it with the same plan.
+
+    A file that cannot be read, written or is not what its entry says does not stop the others: the plan is carried
+    out to its end, so that nobody is left waiting, and then this rank raises. The caller makes that everyone's error
+    with :meth:`~safe_trainer.channel.Channel.together`.
+
+    Args:
+        channel: the control channel.
+        shipments: the plan, in the same order on every rank.
+        source_root: where this rank's outgoing files are; None where it sends nothing.
+        destination_root: where this rank puts incoming files; None where it receives nothing.
+        progress: called with the number of bytes that have arrived here.
+
+    Returns:
+        The number of bytes that this rank received.
+
+    Raises:
+        CheckpointError: at least one file could not be sent from or stored on this rank.
+    """
+    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    errors: list[Exception] = []
+    received = 0
+    for shipment in shipments:
+        try:
+            if channel.rank == shipment.source:
+                _send_file(channel, shipment, source_root, buffer)
+            elif channel.rank == shipment.destination:
+                received += _receive_file(channel, shipment, destination_root, buffer, progress)
+        except (OSError, CheckpointError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return received
+
+
+def _send_file(channel: Channel, shipment: Shipment, root: Path | None, buffer: torch.Tensor) -> None:
+    """Send one file as pairs of a length and that many bytes; a length of 0 ends it, of -1 says that it failed."""
+    try:
+        if root is None:
+            raise CheckpointError(f"rank {channel.rank} was asked for {shipment.entry.path} but has no files")
+        with open(resolve_inside(root, shipment.entry.path), "rb", buffering=0) as stream:
+            view = buffer.numpy().data
+            while count := stream.readinto(view):
+                _send_length(channel, shipment, count)
+                channel.send(buffer[:count], to_rank=shipment.destination)
+    except (OSError, CheckpointError):
+        _send_length(channel, shipment, _FAILED)
+        raise
+    _send_length(channel, shipment, 0)
+
+
+def _send_length(channel: Channel, shipment: Shipment, length: int) -> None:
+    channel.send(torch.tensor([length], dtype=torch.int64), to_rank=shipment.destination)
+
+
+def _receive_file(
+    channel: Channel, shipment: Shipment, root: Path | None, buffer: torch.Tensor, progress: Progress
+) -> int:
+    entry = shipment.entry
+    sink = _Sink(root, entry)
+    received = 0
+    length = torch.empty(1, dtype=torch.int64)
+    while True:
+        channel.receive(length, from_rank=shipment.source)
+        count = int(length.item())
+        if count == _FAILED:
+            sink.abandon()
+            raise CheckpointError(f"{entry.path} could not be read on rank {shipment.source}")
+        if count == 0:
+            break
+        if not 0 < count <= CHUNK_BYTES:
+            raise CheckpointError(f"rank {shipment.source} announced {count} bytes of {entry.path} at once")
+        channel.receive(buffer[:count], from_rank=shipment.source)
+        sink.write(buffer.numpy().data[:count])
+        received += count
+        progress(count)
+    sink.finish()
+    return received
+
+
+class _Sink:
+    """Where an incoming file goes. After a failure it swallows the rest, so that its sender can go on."""
+
+    def __init__(self, root: Path | None, entry: FileEntry) -> None:
+        self._entry = entry
+        self._digest = xxhash.xxh3_128()
+        self._descriptor: int | None = None
+        self._error: Exception | None = None
+        self._path: Path | None = None
+        try:
+            if root is None:
+                raise CheckpointError(f"{entry.path} was sent to a rank that keeps no files")
+            self._path = resolve_inside(root, entry.path)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # O_EXCL: a file of that name that is already there, or a link, is somebody's mistake and is left alone.
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        except (OSError, CheckpointError) as error:
+            self._error = error
+
+    def write(self, block: memoryview) -> None:
+        if self._error is not None or self._descriptor is None:
+            return
+        try:
+            self._digest.update(block)
+            while block:
+                block = block[os.write(self._descriptor, block) :]
+        except OSError as error:
+            error.filename = str(self._path)
+            self._error = error
+
+    def abandon(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def finish(self) -> None:
+        try:
+            if self._error is None and self._descriptor is not None:
+                os.fchmod(self._descriptor, self._entry.mode)
+                os.fsync(self._descriptor)
+        except OSError as error:
+            error.filename = str(self._path)
+            self._error = error
+        finally:
+            self.abandon()
+        if self._error is not None:
+            raise self._error
+        if self._digest.hexdigest() != self._entry.digest:
+            raise CheckpointError(
+                f"{self._entry.path} arrived with other content than it was sent with (digest differs)"
+            )
+
+
+def total_bytes_by_destination(shipments: Iterable[Shipment]) -> dict[int, int]:
+    """How many bytes each rank will receive."""
+    total: dict[int, int] = defaultdict(int)
+    for shipment in shipments:
+        total[shipment.destination] += shipment.entry.size
+    return total
