@@ -25,7 +25,7 @@ $(READY): setup.cfg constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python -m demo
+	$(BIN)/python -m tests.demo
 
 test: lint
 	$(BIN)/python -m pytest tests
@@ -46,4 +46,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo-output
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,15 +1,16 @@
 """Real training runs, tiny and exactly repeatable, to be called on every rank of a `tests.cluster.Cluster`.
 
 `run_training` is the scenario: one engine, one Trainer class, a few steps. It may be called again and again in
-one process, with one engine after another; nothing of a run is left for the next. Two calls with equal arguments
-give equal losses bit for bit. Dropout is on and every rank draws other numbers, so a checkpoint of which one part
-(parameters, optimizer, scheduler, random state of any rank, position in the data) does not come back, or comes
-back to another rank, shows in the losses.
+one process, with one engine after another; nothing of a run is left for the next. Two calls with equal
+arguments give equal losses bit for bit. Dropout is on and every rank draws other numbers, so a checkpoint of
+which one part (parameters, optimizer, scheduler, random state of any rank, position in the data) does not come
+back, or comes back to another rank, shows in the losses.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import os
@@ -17,11 +18,13 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import (
@@ -55,8 +58,7 @@ TRAIN_EXAMPLES = 96
 EVAL_EXAMPLES = 16
 DROPOUT = 0.1
 
-Hook = str | Sequence[Any]
-"""``"module:qualname"``, or ``["module:qualname", {keyword: value}]``."""
+Hook = str | Sequence[Any]  # "module:qualname", or ["module:qualname", {keyword: value}]
 
 
 def run_training(
@@ -79,29 +81,28 @@ def run_training(
     """Trains on this rank, with all others, and says what came out.
 
     Args:
-        engine: One of `ENGINES`. "single" wants a cluster of one rank, the others one with several.
+        engine: One of `ENGINES`. "single" wants a cluster of one rank, the others one of several.
         output_dir: Run directory.
         trainer: Class or factory that is called as a Trainer class is.
         steps: ``max_steps``; the learning rate falls linearly to zero over them.
         save_steps: A checkpoint every so many steps; 0 for none.
         resume: ``resume_from_checkpoint`` of `Trainer.train`.
-        stop_after: Step after which training ends as if a callback had asked for it, although `steps` is larger.
-        seed: Seed of the parameters, of the data order and of the dropout.
+        stop_after: Step after which training ends although `steps` is larger, as if a callback had asked for it.
+        seed: Seed of the parameters, of the data and its order and of the dropout.
         eval: Whether there is an evaluation set, for ``eval_strategy`` and ``load_best_model_at_end``.
         args: Further fields of `TrainingArguments`.
         trainer_kwargs: Further arguments of `trainer`.
         callbacks: `TrainerCallback` classes.
-        patches: Context managers to be entered around all of this, called with ``rank=``.
+        patches: Context managers to be entered around the run, called with ``rank=``.
         inspect: A function that is called with the trainer after training.
 
     Returns:
         ``losses``: loss of each step on this rank, ``{"1": hex}``, unrounded, micro-batches joined by a blank.
-        ``log_history``: the trainer's own log. ``global_step``, ``best_model_checkpoint``, ``best_metric``: of the
-        trainer's state at the end. ``first_step``: number of steps behind it when training began.
+        ``log_history``: the trainer's own log. ``global_step``, ``best_model_checkpoint``, ``best_metric``: of
+        the trainer's state at the end. ``first_step``: how many steps were behind it when training began.
         ``resumed_from``: the checkpoint that the training loop was told to load, or None.
-        ``parameters_digest``: of the whole trained model, gathered where it is sharded. ``sharded_parameters``:
-        number of parameters of which this rank has only a part. ``seconds``: of `Trainer.train`.
-        ``inspect``: what `inspect` gave.
+        ``parameters_digest``: of the whole trained model, gathered where it is sharded. ``seconds``: time in
+        `Trainer.train`. ``inspect``: what `inspect` gave.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(clean_process())
@@ -109,34 +110,48 @@ def run_training(
             stack.enter_context(_called(patch, rank=_rank()))
         arguments = _training_arguments(engine, output_dir, steps, save_steps, seed, args or {})
         record = _Record(seed, stop_after)
-        built: Trainer = resolve(trainer)(
-            model=_model(engine, seed),
-            args=arguments,
-            train_dataset=ByteDataset(TRAIN_EXAMPLES, seed),
-            eval_dataset=ByteDataset(EVAL_EXAMPLES, seed + 1) if eval else None,
-            callbacks=[record, *(_called(callback) for callback in callbacks)],
-            **(trainer_kwargs or {}),
+        # The trainer lives in that call only: it must be gone before the process is cleaned.
+        return _train(
+            engine,
+            record,
+            resume,
+            inspect,
+            functools.partial(
+                resolve(trainer),
+                model=_model(engine, seed),
+                args=arguments,
+                train_dataset=ByteDataset(TRAIN_EXAMPLES, seed),
+                eval_dataset=ByteDataset(EVAL_EXAMPLES, seed + 1) if eval else None,
+                callbacks=[record, *(_called(callback) for callback in callbacks)],
+                **(trainer_kwargs or {}),
+            ),
         )
-        record.attach(built)
-        started = time.perf_counter()
-        built.train(resume_from_checkpoint=resume)
-        seconds = time.perf_counter() - started
-        return {
-            "losses": record.losses,
-            "first_step": record.first_step,
-            "resumed_from": record.resumed_from,
-            "log_history": built.state.log_history,
-            "global_step": built.state.global_step,
-            "best_model_checkpoint": built.state.best_model_checkpoint,
-            "best_metric": built.state.best_metric,
-            "parameters_digest": parameters_digest(built.model),
-            "sharded_parameters": sum(_is_sharded(parameter) for parameter in built.model.parameters()),
-            "seconds": round(seconds, 3),
-            "inspect": resolve(inspect)(built) if inspect else None,
-        }
 
 
-# --- Model and data ---------------------------------------------------------------------------------------------
+def _train(
+    engine: str, record: _Record, resume: str | bool | None, inspect: str | None, build: Callable[[], Trainer]
+) -> dict[str, Json]:
+    trainer = build()
+    record.attach(trainer)
+    started = time.perf_counter()
+    trainer.train(resume_from_checkpoint=resume)
+    seconds = time.perf_counter() - started
+    _check_engine(engine, trainer)
+    return {
+        "losses": record.losses,
+        "first_step": record.first_step,
+        "resumed_from": record.resumed_from,
+        "log_history": trainer.state.log_history,
+        "global_step": trainer.state.global_step,
+        "best_model_checkpoint": trainer.state.best_model_checkpoint,
+        "best_metric": trainer.state.best_metric,
+        "parameters_digest": parameters_digest(trainer.model),
+        "seconds": round(seconds, 3),
+        "inspect": resolve(inspect)(trainer) if inspect else None,
+    }
+
+
+# --- Model and data -----------------------------------------------------------------------------------------
 
 
 class ByteDataset(Dataset[dict[str, torch.Tensor]]):
@@ -197,7 +212,7 @@ def parameters_digest(model: torch.nn.Module) -> str:
 
 def _whole(parameter: torch.nn.Parameter) -> torch.Tensor:
     if isinstance(parameter, DTensor):
-        return parameter.detach().full_tensor().cpu()
+        return cast(DTensor, parameter.detach()).full_tensor().cpu()
     if hasattr(parameter, "ds_id"):
         import deepspeed
 
@@ -210,7 +225,7 @@ def _is_sharded(parameter: torch.nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
 
 
-# --- Engines ----------------------------------------------------------------------------------------------------
+# --- Engines ------------------------------------------------------------------------------------------------
 
 
 def _training_arguments(
@@ -239,28 +254,54 @@ def _training_arguments(
     }
     arguments = TrainingArguments(**fields)
     if engine.startswith("fsdp2") and arguments.device.type == "cpu":
-        # accelerate has no FSDP for CPU and would train plain DDP without a word. The type for an accelerator
-        # that torch reaches through the CPU's own code takes the real FSDP2, over gloo.
-        from accelerate.utils import DistributedType
-
+        # accelerate knows no FSDP for CPUs and would train plain DDP without a word. It looks at this type only,
+        # and the one for NPUs leads to FSDP2 without touching a device.
         arguments.distributed_state.distributed_type = DistributedType.MULTI_NPU
-        os.environ["ACCELERATE_USE_FSDP"] = "true"
     return arguments
 
 
+def _check_engine(engine: str, trainer: Trainer) -> None:
+    """A rig that silently trains something else proves nothing. Each of these has been seen to go wrong."""
+    seen = {
+        "world size": trainer.args.world_size,
+        "rank": trainer.args.process_index,
+        "wrapped in": type(trainer.model_wrapped).__name__,
+        "ZeRO stage": trainer.deepspeed.zero_optimization_stage() if trainer.deepspeed else None,
+        "sharded": all(_is_sharded(parameter) for parameter in trainer.model.parameters()),
+    }
+    zero_stage = int(engine[len("zero")]) if engine.startswith("zero") else None
+    wrapper = {"single": type(trainer.model).__name__, "ddp": "DistributedDataParallel"}
+    expected = {
+        "world size": _world_size(),
+        "rank": _rank(),
+        "wrapped in": wrapper.get(engine, "DeepSpeedEngine" if zero_stage else seen["wrapped in"]),
+        "ZeRO stage": zero_stage,
+        "sharded": zero_stage == 3 or engine.startswith("fsdp2"),
+    }
+    if seen != expected:
+        raise AssertionError(f"not engine {engine!r}: {seen} instead of {expected}")
+
+
 def _engine_fields(engine: str) -> dict[str, Any]:
-    on_cpu = {} if _backend() == "nccl" else {"use_cpu": True}
-    if engine == "single":
-        return on_cpu
+    fields: dict[str, Any] = {"use_cpu": _backend() == "gloo"}
+    if engine != "single":
+        # With these two, accelerate sees all ranks on CPUs, also under DeepSpeed. Without them DeepSpeed trains
+        # just as well, but each rank takes itself for rank 0 of 1: equal data, and every rank saves everything.
+        fields["ddp_backend"] = _backend()
     if engine == "ddp":
-        return {**on_cpu, "ddp_backend": _backend(), "ddp_find_unused_parameters": True}
+        fields["ddp_find_unused_parameters"] = False
+    if engine.startswith("zero"):
+        prepare_deepspeed()
+        fields["deepspeed"] = _deepspeed_config(stage=int(engine[len("zero")]))
     if engine.startswith("fsdp2"):
-        state_dict = {"fsdp2-full": "FULL_STATE_DICT", "fsdp2-sharded": "SHARDED_STATE_DICT"}[engine]
-        config = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "state_dict_type": state_dict}
-        return {**on_cpu, "ddp_backend": _backend(), "fsdp": True, "fsdp_config": config}
-    prepare_deepspeed()
-    stage = int(engine.removeprefix("zero").partition("-")[0])
-    return {**on_cpu, "ddp_backend": _backend(), "deepspeed": _deepspeed_config(stage)}
+        state_dict_type = {"fsdp2-full": "FULL_STATE_DICT", "fsdp2-sharded": "SHARDED_STATE_DICT"}[engine]
+        fields["fsdp"] = True
+        fields["fsdp_config"] = {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": ["GPT2Block"],
+            "state_dict_type": state_dict_type,
+        }
+    return fields
 
 
 def _deepspeed_config(stage: int) -> dict[str, Json]:
@@ -295,7 +336,7 @@ def prepare_deepspeed() -> None:
     assert deepspeed is not None
 
 
-# --- What a run leaves behind -----------------------------------------------------------------------------------
+# --- What a run leaves behind -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -316,7 +357,6 @@ def clean_process() -> Iterator[None]:
 
 def _forget_previous_run() -> None:
     """accelerate, transformers and DeepSpeed keep the first run's set-up in module globals for the next one."""
-    from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -347,10 +387,10 @@ def _destroy_subgroups() -> None:
             dist.destroy_process_group(group)
 
 
-# --- Recording --------------------------------------------------------------------------------------------------
+# --- Recording ----------------------------------------------------------------------------------------------
 
 
-class _Record(TrainerCallback):
+class _Record(TrainerCallback):  # type: ignore[misc]
     """Writes down the losses of this rank and where training began; ends it early when asked to."""
 
     def __init__(self, seed: int, stop_after: int | None) -> None:
@@ -395,7 +435,9 @@ class _Record(TrainerCallback):
 
 
 def _called(hook: Hook, **kwargs: Any) -> Any:
-    name, options = (hook, {}) if isinstance(hook, str) else hook
+    if isinstance(hook, str):
+        return resolve(hook)(**kwargs)
+    name, options = hook
     return resolve(name)(**kwargs, **options)
 
 

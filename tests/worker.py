@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from tests.cluster import STACKS_SIGNAL, Json, resolve
 
@@ -53,7 +54,7 @@ class ProcessGroup:
     """The default process group of torch.distributed; it lives from scenario to scenario until one fails."""
 
     def __init__(self) -> None:
-        self._store: dist.Store | None = None
+        self._store: Any = None
         self._generation = 0
 
     def renew(self) -> None:
@@ -63,12 +64,12 @@ class ProcessGroup:
         self.leave()
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if self._store is None:
-            self._store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STORE_TIMEOUT_S)))
+            self._store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=STORE_TIMEOUT_S)))
         self._generation += 1
         dist.init_process_group(
             _backend(),
             # A prefix of its own: keys of the group before would be taken for addresses of peers in this one.
-            store=dist.PrefixStore(f"cluster/{self._generation}", self._store),
+            store=PrefixStore(f"cluster/{self._generation}", self._store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=float(os.environ["TESTS_CLUSTER_GROUP_TIMEOUT_S"])),
