@@ -165,8 +165,8 @@ class RunDirectory:
         """Copy into ``staged`` what others have put into its final place during this run, before the save.
 
         Some trainers write into ``checkpoint-N`` before they call ``super()._save_checkpoint``. Such files are newer
-        than a manifest there, or lie in a directory that was not there when the run started. What a former save left
-        is not taken over, nor the just-in-time checkpoint's sentinel.
+        than the run and than a manifest there, or lie in a directory without one that was not there when the run
+        started. What a former save left is not taken over, nor the just-in-time checkpoint's sentinel.
 
         Returns:
             The names of the copied entries.
@@ -175,7 +175,10 @@ class RunDirectory:
         if not final.is_dir():
             return []
         since_ns = _modified_ns(final / MANIFEST_NAME)
-        if since_ns is None and final.name in self._names_at_start:
+        if since_ns is not None:
+            # A copied run directory can have files that are newer than their manifest.
+            since_ns = max(since_ns, _modified_ns(self.layout.generation_file) or 0)
+        elif final.name in self._names_at_start:
             return []
         carried = []
         for path in sorted(final.rglob("*")):
@@ -204,7 +207,6 @@ class RunDirectory:
         else:
             self._replace_by_two_renames(staged, final)
         fsync_directory(self.layout.root)
-        self._release_staging(staged.parent)
         return final
 
     def _replace_by_two_renames(self, staged: Path, final: Path) -> None:
@@ -222,9 +224,13 @@ class RunDirectory:
         fsync_directory(self.layout.root)
         self.discard(aside)
 
-    def _release_staging(self, wrapper: Path) -> None:
-        """Put what a subclass wrote beside ``checkpoint-N``, into the run directory as it thought, there."""
+    def release_staging(self, staged: Path) -> None:
+        """After the commit, put what a subclass wrote beside ``checkpoint-N``, into the run directory as it thought,
+        there, and remove the staging directory."""
+        wrapper = staged.parent
         for entry in _entries(wrapper):
+            if checkpoint_step(entry.name) is not None:
+                continue  # a replaced checkpoint that could not be moved to the trash
             target = self.layout.root / entry.name
             if entry.is_dir() and target.is_dir():
                 shutil.copytree(entry, target, dirs_exist_ok=True)
@@ -244,12 +250,12 @@ class RunDirectory:
             False where it cannot be renamed (a mount inside it, say). It then stays whole under its name; said at
             warning level, and tried again by whoever wants it gone.
         """
-        self.layout.trash.mkdir(parents=True, exist_ok=True)
         try:
+            self.layout.trash.mkdir(parents=True, exist_ok=True)
             os.rename(path, self.layout.trash / f"{uuid.uuid4().hex}-{path.name}")
-        except FileNotFoundError:
-            return True
         except OSError as error:
+            if not os.path.lexists(path):
+                return True
             logger.warning("Cannot remove %s: %s. It stays for now.", path, error)
             return False
         return True

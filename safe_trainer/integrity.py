@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import pickletools
 import re
-import struct
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 import xxhash
+from safetensors import safe_open
 
 from safe_trainer.errors import CheckpointError
 from safe_trainer.layout import (
@@ -31,11 +31,11 @@ from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.options import Verify
 
 READ_BYTES = 4 << 20
-# The format's own limit: a longer header is not a safetensors file (huggingface/safetensors, MAX_HEADER_SIZE).
-SAFETENSORS_MAX_HEADER_BYTES = 100_000_000
+_ZIP_MAGIC = b"PK\x03\x04"
+_PICKLE_MAGIC = b"\x80\x02"  # torch.save before 1.6, and with _use_new_zipfile_serialization=False
 
 _RNG_RE = re.compile(r"^rng_state_(\d+)\.pth$")
-_DEEPSPEED_OPTIMIZER_RE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_DEEPSPEED_SHARD_RE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
 
 
 @dataclass(frozen=True)
@@ -121,25 +121,22 @@ def file_problem(checkpoint: Path, entry: FileEntry) -> str | None:
 
 def tensorless_weights(checkpoint: Path, paths: Iterable[str]) -> list[str]:
     """Safetensors files among ``paths`` that hold no tensor at all (seen with LoRA under ZeRO-3 on transformers 4)."""
-    empty = []
-    for path in paths:
-        if path.endswith(".safetensors"):
-            header = _safetensors_header(checkpoint / path)
-            if isinstance(header, dict) and not set(header) - {"__metadata__"}:
-                empty.append(path)
-    return empty
+    return [path for path in paths if path.endswith(".safetensors") and not _tensor_names(checkpoint / path)]
 
 
 # --- structure, where there is no manifest ---
 
 
 def _stock_problems(checkpoint: Path, files: dict[str, FileStat], verify: Verify) -> list[str]:
+    world_size = saved_world_size(checkpoint, files)
     problems = []
     if TRAINER_STATE_NAME not in files:
         problems.append(f"{TRAINER_STATE_NAME}, which the stock Trainer writes last, is missing")
     problems += _missing_weights(files)
     problems += _missing_training_state(files)
-    problems += _missing_shards(checkpoint, files)
+    problems += _missing_rng_states(files, world_size)
+    problems += _missing_deepspeed_files(checkpoint, files, world_size)
+    problems += _missing_listed_files(checkpoint, files)
     if verify != "off":
         problems += [
             f"{path}: {problem}"
@@ -150,61 +147,46 @@ def _stock_problems(checkpoint: Path, files: dict[str, FileStat], verify: Verify
 
 
 def _missing_weights(files: dict[str, FileStat]) -> list[str]:
-    names = {PurePosixPath(path).name for path in files}
-    weights = any(name.endswith((".safetensors", ".bin", ".distcp")) and name != "training_args.bin" for name in names)
-    deepspeed = any(name.endswith("model_states.pt") for name in names)
-    return [] if weights or deepspeed else ["there are no model weights"]
+    """Weights are safetensors, .bin, DeepSpeed model states or FSDP shards; not what belongs to the optimizer."""
+    suffixes = (".safetensors", ".bin", ".distcp", "model_states.pt")
+    weights = [
+        path
+        for path in files
+        if path.endswith(suffixes) and path != "training_args.bin" and not path.startswith("optimizer")
+    ]
+    return [] if weights else ["there are no model weights"]
 
 
 def _missing_training_state(files: dict[str, FileStat]) -> list[str]:
-    """A save with RNG states also saves optimizer and scheduler; without them training would silently start cold."""
-    has_rng = "rng_state.pth" in files or any(_RNG_RE.match(path) for path in files)
+    """Optimizer, scheduler and RNG states are saved together or (save_only_model) not at all.
+
+    Without this, a missing one would not be noticed: training would silently start cold.
+    """
+    optimizer = any(path.startswith(("optimizer.", "optimizer_")) for path in files)
+    scheduler = "scheduler.pt" in files
+    rng = any(path.startswith("rng_state") for path in files)
     deepspeed = any(path.startswith("global_step") for path in files)
-    if not has_rng or deepspeed:
+    if not (optimizer or scheduler or rng or deepspeed):
         return []
     problems = []
-    if not any(path.startswith(("optimizer.", "optimizer_")) for path in files):
+    if not optimizer and not deepspeed:
         problems.append("optimizer.pt is missing")
-    if "scheduler.pt" not in files:
+    if not scheduler and not deepspeed:
         problems.append("scheduler.pt is missing")
+    if not rng:
+        problems.append("there are no RNG states")
     return problems
 
 
-def _missing_shards(checkpoint: Path, files: dict[str, FileStat]) -> list[str]:
-    problems = []
-    for path in files:
-        name = PurePosixPath(path).name
-        if name.endswith(".index.json"):
-            problems += _missing_from_index(checkpoint, path, files)
-        elif name == ".metadata":
-            parent = PurePosixPath(path).parent
-            shards = (str(parent / shard) for shard in _strings_in_pickle(checkpoint / path, suffix=".distcp"))
-            problems += [f"{shard} is missing (listed in {path})" for shard in sorted(shards) if shard not in files]
-    folders_with_shards = {str(PurePosixPath(path).parent) for path in files if path.endswith(".distcp")}
-    for folder in sorted(folders_with_shards):
-        if f"{folder}/.metadata" not in files:
-            problems.append(f"{folder}/.metadata is missing")
-    problems += _missing_rng_states(files)
-    problems += _missing_deepspeed_files(checkpoint, files)
-    return problems
-
-
-def _missing_from_index(checkpoint: Path, index: str, files: dict[str, FileStat]) -> list[str]:
-    try:
-        weight_map = json.loads((checkpoint / index).read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"{index} cannot be read: {error!r}"]
-    paths = [str(PurePosixPath(index).parent / shard) for shard in shards]
-    return [f"{path} is missing (listed in {index})" for path in paths if path not in files]
-
-
-def _missing_rng_states(files: dict[str, FileStat]) -> list[str]:
+def _missing_rng_states(files: dict[str, FileStat], world_size: int | None) -> list[str]:
     ranks = {int(match.group(1)) for path in files if (match := _RNG_RE.match(path))}
-    return [f"rng_state_{rank}.pth is missing" for rank in range(max(ranks, default=-1)) if rank not in ranks]
+    if not ranks:
+        return []
+    expected = range(max(world_size or 0, max(ranks) + 1))
+    return [f"rng_state_{rank}.pth is missing" for rank in expected if rank not in ranks]
 
 
-def _missing_deepspeed_files(checkpoint: Path, files: dict[str, FileStat]) -> list[str]:
+def _missing_deepspeed_files(checkpoint: Path, files: dict[str, FileStat], world_size: int | None) -> list[str]:
     if not any(path.startswith("global_step") for path in files):
         return []
     if "latest" not in files:
@@ -219,14 +201,31 @@ def _missing_deepspeed_files(checkpoint: Path, files: dict[str, FileStat]) -> li
     problems = []
     if not any(path.endswith("model_states.pt") for path in folder):
         problems.append(f"{tag}/ has no model states")
-    ranks = {int(match.group(1)) for path in folder if (match := _DEEPSPEED_OPTIMIZER_RE.search(path))}
-    expected = saved_world_size(checkpoint, files)
-    if ranks and expected is not None:
-        problems += [
-            f"{tag}/: the optimizer shard of rank {rank} of {expected} is missing"
-            for rank in range(expected)
-            if rank not in ranks
-        ]
+    for kind in ("optim", "model"):
+        matches = (_DEEPSPEED_SHARD_RE.search(path) for path in folder)
+        ranks = {int(match.group(1)) for match in matches if match and match.group(2) == kind}
+        expected = range(max(world_size or 0, max(ranks) + 1)) if ranks else range(0)
+        problems += [f"{tag}/: the {kind} shard of rank {rank} is missing" for rank in expected if rank not in ranks]
+    return problems
+
+
+def _missing_listed_files(checkpoint: Path, files: dict[str, FileStat]) -> list[str]:
+    """What the index of a sharded model or torch.distributed.checkpoint's metadata list, and is not there."""
+    problems = []
+    for path in files:
+        name = PurePosixPath(path).name
+        if name.endswith(".index.json"):
+            listed = _shards_in_index(checkpoint / path)
+        elif name == ".metadata":
+            listed = _strings_in_pickle(checkpoint / path, suffix=".distcp")
+        else:
+            continue
+        shards = sorted(str(PurePosixPath(path).parent / shard) for shard in listed)
+        problems += [f"{shard} is missing (listed in {path})" for shard in shards if shard not in files]
+    folders_with_shards = {str(PurePosixPath(path).parent) for path in files if path.endswith(".distcp")}
+    problems += [
+        f"{folder}/.metadata is missing" for folder in sorted(folders_with_shards) if f"{folder}/.metadata" not in files
+    ]
     return problems
 
 
@@ -238,7 +237,12 @@ def saved_world_size(checkpoint: Path, files: dict[str, FileStat]) -> int | None
             if size is not None:
                 return size
     ranks = [int(match.group(1)) for path in files if (match := _RNG_RE.match(path))]
-    return max(ranks) + 1 if ranks else None
+    if not ranks:
+        return 1 if "rng_state.pth" in files else None
+    return max(ranks) + 1
+
+
+# --- single files; a damaged one can make its parser raise anything, so whatever it raises is the finding ---
 
 
 def structure_problem(path: Path, *, thorough: bool) -> str | None:
@@ -250,57 +254,45 @@ def structure_problem(path: Path, *, thorough: bool) -> str | None:
     """
     try:
         if path.name.endswith(".safetensors"):
-            header = _safetensors_header(path)
-            return header if isinstance(header, str) else None
-        if path.name.endswith(".json"):
+            _tensor_names(path)
+        elif path.name.endswith(".json"):
             json.loads(path.read_text(encoding="utf-8"))
         elif path.name.endswith((".pt", ".pth", ".bin", ".distcp")):
             return _torch_file_problem(path, thorough=thorough)
+        elif path.name == "latest" and not path.read_text(encoding="utf-8").strip():
+            return "is empty"
         elif path.name == ".metadata":
             with open(path, "rb") as stream:
                 for _ in pickletools.genops(stream):
                     pass
-    except (OSError, ValueError) as error:
+    except Exception as error:
         return f"is damaged or truncated ({type(error).__name__}: {error})"
     return None
 
 
-def _safetensors_header(path: Path) -> dict[str, object] | str:
-    """The header of a safetensors file, or what is wrong with it."""
-    size = path.stat().st_size
-    with open(path, "rb") as stream:
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            return "is too short for a safetensors header"
-        (header_bytes,) = struct.unpack("<Q", prefix)
-        if header_bytes > min(SAFETENSORS_MAX_HEADER_BYTES, size - 8):
-            return f"is truncated: the header alone needs {header_bytes} bytes"
-        try:
-            header = json.loads(stream.read(header_bytes))
-            ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            return f"has a damaged safetensors header: {error!r}"
-    expected = 8 + header_bytes + max(ends, default=0)
-    return header if size == expected else f"has {size} bytes, its header describes {expected}"
+def _tensor_names(path: Path) -> list[str]:
+    """The tensors in a safetensors file. Opening it compares header and size; nothing else is read."""
+    with safe_open(path, framework="pt") as weights:
+        return list(weights.keys())
 
 
 def _torch_file_problem(path: Path, *, thorough: bool) -> str | None:
-    if path.stat().st_size == 0:
-        return "is empty"
-    if not _starts_as_zip(path):
-        # Torch's format before 1.6, or not torch's at all: nothing to compare it with.
-        return None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip() if thorough else None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        return f"is damaged or truncated: {error}"
+    with open(path, "rb") as stream:
+        magic = stream.read(len(_ZIP_MAGIC))
+    if magic.startswith(_PICKLE_MAGIC):
+        return None  # torch's format before 1.6: there is nothing to compare it with
+    if magic != _ZIP_MAGIC:
+        return "is no torch file" if magic else "is empty"
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip() if thorough else None
     return None if damaged is None else f"is damaged: the checksum of {damaged} differs"
 
 
-def _starts_as_zip(path: Path) -> bool:
-    with open(path, "rb") as stream:
-        return stream.read(4) == b"PK\x03\x04"
+def _shards_in_index(path: Path) -> set[str]:
+    try:
+        return {str(shard) for shard in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()}
+    except Exception:
+        return {f"(the files in {path.name}, which is damaged)"}
 
 
 def _strings_in_pickle(path: Path, *, suffix: str) -> set[str]:
@@ -310,8 +302,8 @@ def _strings_in_pickle(path: Path, *, suffix: str) -> set[str]:
             for _, argument, _ in pickletools.genops(stream):
                 if isinstance(argument, str) and argument.endswith(suffix):
                     found.add(argument)
-    except (OSError, ValueError):
-        # A damaged pickle is reported where the file itself is judged; here it lists nothing further.
+    except Exception:
+        # structure_problem reports the damaged file itself.
         return found
     return found
 
@@ -320,12 +312,10 @@ def _number_in_torch_file(path: Path, *, key: str) -> int | None:
     """The integer that follows the string ``key`` in a torch file's pickle, read without unpickling."""
     try:
         with zipfile.ZipFile(path) as archive:
-            name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
-            if name is None:
-                return None
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             with archive.open(name) as stream:
                 return _number_after(stream, key)
-    except (OSError, ValueError, zipfile.BadZipFile):
+    except Exception:
         return None
 
 

@@ -23,7 +23,7 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath
 
 from safe_trainer.errors import UnsafePathError
 
@@ -35,6 +35,7 @@ TRAINER_STATE_NAME = "trainer_state.json"
 JIT_SENTINEL_NAME = "checkpoint-is-incomplete.txt"
 STAGING_MARKER_PREFIX = ".safe_trainer-writing-"
 
+_DRIVE_RE = re.compile(r"^[A-Za-z]:/")
 _CHECKPOINT_RE = re.compile(rf"^{CHECKPOINT_PREFIX}-(\d+)$")
 
 
@@ -130,7 +131,7 @@ def check_relative_path(path: str) -> str:
         or "\0" in path
         or "\\" in path
         or pure.is_absolute()
-        or bool(PureWindowsPath(path).drive)
+        or _DRIVE_RE.match(path) is not None
         or ".." in pure.parts
         or str(pure) != path
         or path == "."
@@ -138,7 +139,7 @@ def check_relative_path(path: str) -> str:
     if unsafe:
         raise UnsafePathError(
             f"{path!r} is not a path inside a checkpoint: it must be relative, without '..' and in normal form. "
-            "It came from another rank's file list or from a manifest; nothing was written for it."
+            "Nothing was read or written for it."
         )
     return path
 
@@ -150,9 +151,12 @@ def resolve_inside(root: Path, path: str) -> Path:
         UnsafePathError: as :func:`check_relative_path`, or a symbolic link leads out of ``root``.
     """
     target = root / check_relative_path(path)
-    resolved_root = root.resolve()
-    if not target.resolve().is_relative_to(resolved_root):
-        raise UnsafePathError(f"{path!r} leaves {root} through a symbolic link (to {target.resolve()}); refused.")
+    try:
+        resolved = target.resolve()
+    except RuntimeError as error:  # Python before 3.13 says so of links in a circle
+        raise UnsafePathError(f"{path!r} in {root} is a symbolic link that leads nowhere: {error}") from error
+    if not resolved.is_relative_to(root.resolve()):
+        raise UnsafePathError(f"{path!r} leaves {root} through a symbolic link (to {resolved}); refused.")
     return target
 
 
@@ -162,7 +166,7 @@ def list_files(root: Path) -> dict[str, FileStat]:
     Symbolic links that stay inside ``root`` count as what they point to.
 
     Raises:
-        UnsafePathError: a symbolic link leads out of ``root``.
+        UnsafePathError: a symbolic link leads out of ``root``, or a name could not be read back from a manifest.
     """
     return dict(sorted(_walk(root, root, frozenset())))
 
@@ -181,4 +185,4 @@ def _walk(root: Path, directory: Path, above: frozenset[Path]) -> Iterator[tuple
             yield from _walk(root, path, above | {real})
         elif entry.is_file() and not entry.name.startswith(STAGING_MARKER_PREFIX):
             info = entry.stat()
-            yield relative, FileStat(size=info.st_size, mode=stat.S_IMODE(info.st_mode))
+            yield check_relative_path(relative), FileStat(size=info.st_size, mode=stat.S_IMODE(info.st_mode))

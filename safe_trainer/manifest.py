@@ -112,9 +112,9 @@ class Manifest:
             raise ManifestError(f"{path} cannot be read: {error}") from error
         try:
             return cls._parse(json.loads(text))
-        except (ValueError, TypeError, KeyError) as error:
-            if isinstance(error, CheckpointError):
-                raise
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a damaged file makes of the parsers
             raise ManifestError(f"{path} is damaged: {error!r}") from error
 
     @classmethod

@@ -493,7 +493,9 @@ def _settle_delivery(run: Run, inventory: _Inventory, place: _Place, staged: Pat
         inventory.manifest.write(staged)
     if place.in_run_directory and (run.topology.is_home or run.options.local_copies == "full"):
         with run.directory.lock():
-            return str(run.directory.commit(staged))
+            final = run.directory.commit(staged)
+            run.directory.release_staging(staged)
+            return str(final)
     return str(staged)
 
 

@@ -28,6 +28,7 @@ from safe_trainer.layout import (
     STAGING_MARKER_PREFIX,
     FileStat,
     checkpoint_name,
+    checkpoint_step,
     list_checkpoints,
     list_files,
 )
@@ -297,10 +298,13 @@ def _gather(run: Run, staged: Path, chosen: Sequence[FileEntry], *, show_progres
 
 @dataclass(frozen=True)
 class _Decision:
-    """What home decided when it committed."""
+    """What home decided when it committed.
+
+    Attributes:
+        kept: the steps that home has after rotating; None where there is no limit.
+    """
 
     manifest: Manifest
-    removed: tuple[int, ...]
     kept: tuple[int, ...] | None
     warnings: tuple[str, ...]
 
@@ -313,13 +317,11 @@ def _commit(run: Run, staged: Path, manifest: Manifest, wishes: Callable[[], Rot
             return None
         noted = dataclasses.replace(manifest, warnings=_content_warnings(staged, manifest))
         noted.write(staged)
+        rotation = wishes()
         with run.directory.lock():
             run.directory.commit(staged)
-            rotation = wishes()
-            removed, problems = _rotate(run, rotation, manifest.step)
-        limited = rotation.limit is not None and rotation.limit > 0
-        kept = tuple(step for step, _ in list_checkpoints(run.root)) if limited else None
-        return _Decision(noted, removed, kept, noted.warnings + problems)
+            kept, problems = _rotate(run, staged, rotation)
+        return _Decision(noted, kept, noted.warnings + problems)
 
     decision = run.channel.together("commit", commit)[run.topology.home.leader]
     if decision is None:
@@ -327,14 +329,18 @@ def _commit(run: Run, staged: Path, manifest: Manifest, wishes: Callable[[], Rot
     return decision
 
 
-def _rotate(run: Run, rotation: Rotation, newest: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Remove what is too much; a failure is a warning, since the new checkpoint is committed already."""
+def _rotate(run: Run, staged: Path, rotation: Rotation) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Clear up after the commit. Whatever fails now is a warning: the new checkpoint is there already."""
     try:
-        removed = steps_to_remove(run.root, rotation, newest=newest)
-        run.directory.remove_checkpoints(removed)
-    except (OSError, CheckpointError) as error:
-        return (), (f"old checkpoints could not be removed: {error}",)
-    return tuple(removed), ()
+        run.directory.release_staging(staged)
+        if rotation.limit is None or rotation.limit < 1:
+            return None, ()
+        newest = checkpoint_step(staged.name) or 0
+        run.directory.remove_checkpoints(steps_to_remove(run.root, rotation, newest=newest))
+        return tuple(step for step, _ in list_checkpoints(run.root)), ()
+    except Exception as error:
+        logger.debug("after the commit of %s", staged.name, exc_info=True)
+        return None, (f"the checkpoint was committed, but clearing up after it failed: {error!r}",)
 
 
 def _finish(run: Run, staged: Path, decision: _Decision, entries: Sequence[dict[str, FileEntry]]) -> tuple[str, ...]:
@@ -356,7 +362,7 @@ def _finish_own(
             if not run.topology.is_home:
                 _settle_local_copy(run, staged, decision, entries, drop=drop)
             run.directory.empty_trash()
-        except (OSError, CheckpointError) as error:
+        except Exception as error:
             return f"the local copy on rank {run.channel.rank}'s disk ({run.channel.host}) was not kept: {error}"
         return None
 
@@ -376,6 +382,7 @@ def _settle_local_copy(
         else:
             manifest.write(staged)
             run.directory.commit(staged)
+            run.directory.release_staging(staged)
         if decision.kept is not None:
             run.directory.remove_checkpoints(stale_steps(run.root, decision.kept))
 

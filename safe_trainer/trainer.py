@@ -67,6 +67,7 @@ class SafeCheckpointMixin(_TrainerBase):
         self._channel: Channel | None = None
         self._run: Run | None = None
         self._lineage = Rotation()
+        self._saved_steps: set[int] = set()
         # Where _get_output_dir points; None except while the Trainer class writes a checkpoint.
         self._staged_run_directory: Path | None = None
         self._deferred_pushes: list[str] = []
@@ -131,6 +132,7 @@ class SafeCheckpointMixin(_TrainerBase):
         agreed, steps = at_start[0]
         self._best_in_checkpoint = None
         self._lineage = Rotation(steps_at_start=frozenset(steps))
+        self._saved_steps.clear()
         if agreed is None:
             return None
         if agreed is True or agreed == AUTO:
@@ -189,6 +191,7 @@ class SafeCheckpointMixin(_TrainerBase):
             self._run = self._open_run(trial)
         run = self._run
         best_before = self.state.best_model_checkpoint
+        self._saved_steps.add(self.state.global_step)
 
         def write(staged: Path) -> None:
             self._staged_run_directory = staged.parent
@@ -258,7 +261,8 @@ class SafeCheckpointMixin(_TrainerBase):
             limit=self.args.save_total_limit,
             best=self.state.best_model_checkpoint,
             resumed_step=self._lineage.resumed_step,
-            steps_at_start=self._lineage.steps_at_start,
+            # A step that this run has saved again is one of its own.
+            steps_at_start=self._lineage.steps_at_start - self._saved_steps,
         )
 
     # --- the end of training ---

@@ -81,6 +81,7 @@ _LAUNCHER_VARIABLES = (
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
+_SHELL_SIGNAL = 128  # a shell adds it to the number of the signal that ended a command
 
 
 # --- Errors -------------------------------------------------------------------------------------------------
@@ -275,9 +276,9 @@ def name_of(function: Function) -> str:
         return function
     if "<" in function.__qualname__:
         raise ValueError(f"{function.__qualname__} is not a module-level function: other processes cannot import it")
-    file = Path(inspect.getfile(function)).resolve()
     module = function.__module__
-    if file.is_relative_to(REPOSITORY):
+    file = Path(inspect.getfile(function)).resolve() if inspect.isfunction(function) else None
+    if file is not None and file.is_relative_to(REPOSITORY):
         module = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
     return f"{module}:{function.__qualname__}"
 
@@ -363,6 +364,7 @@ class _Node:
         self.log = log
         self._isolated = isolated
         self._ranks: list[psutil.Process] = []
+        self._killed = False
         if isolated:
             command = self._in_namespaces(command, binds)
         with log.open("ab") as output:
@@ -384,13 +386,19 @@ class _Node:
         script = [
             f"echo node{self.index} > /proc/sys/kernel/hostname",
             *(shlex.join(["mount", "--bind", str(mount.source), str(mount.target)]) for mount in mounts),
-            f"exec {shlex.join(command)}",
+            shlex.join(command),
+            "exit $?",  # the shell stays, as the first process of the namespace, and says how the command ended
         ]
         return [*(namespace_command() or ()), "--", "sh", "-ec", "\n".join(script)]
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
-        return self._process.poll()
+        code = self._process.poll()
+        if code is not None and self._killed:
+            return -signal.SIGKILL  # unshare itself gives 1 for it
+        if code is not None and self._isolated and code > _SHELL_SIGNAL:
+            return _SHELL_SIGNAL - code
+        return code
 
     def add_rank(self, process: psutil.Process) -> None:
         """Remembers a process that `kill` has to end even when the launcher is gone already."""
@@ -398,25 +406,33 @@ class _Node:
 
     def terminate(self) -> None:
         """Asks the launcher to end (SIGTERM), which passes it on to its ranks."""
-        for process in self._leaders():
-            _send(process, signal.SIGTERM)
+        for launcher in self._children(depth=2) if self._isolated else [psutil.Process(self._process.pid)]:
+            _send(launcher, signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends every process of this node at once (SIGKILL), as a power cut would; returns when they are gone."""
-        for process in [*self._leaders(), *self._ranks]:
+        if self.poll() is None:
+            self._killed = True
+            # With the first process of a pid namespace all others in it end; without one, all are to be found.
+            first = self._children(depth=1) if self._isolated else self._children(depth=None)
+            for process in first:
+                _send(process, signal.SIGKILL)
+            if not (self._isolated and first):
+                self._process.kill()
+        for process in self._ranks:
             _send(process, signal.SIGKILL)
         self._process.wait(KILL_TIMEOUT_S)
         psutil.wait_procs(self._ranks, timeout=KILL_TIMEOUT_S)
 
-    def _leaders(self) -> list[psutil.Process]:
-        """Whom to signal: the first process of the pid namespace, with which all die, or every descendant."""
-        if self.poll() is not None:
-            return []
+    def _children(self, depth: int | None) -> list[psutil.Process]:
+        """The descendants at this depth, or all of them."""
         try:
-            process = psutil.Process(self._process.pid)
-            if self._isolated:
-                return process.children() or [process]
-            return [process, *process.children(recursive=True)]
+            generation = [psutil.Process(self._process.pid)]
+            if depth is None:
+                return generation[0].children(recursive=True)
+            for _ in range(depth):
+                generation = [child for process in generation for child in process.children()]
+            return generation
         except psutil.NoSuchProcess:
             return []
 

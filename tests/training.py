@@ -58,7 +58,7 @@ TRAIN_EXAMPLES = 96
 EVAL_EXAMPLES = 16
 DROPOUT = 0.1
 
-Hook = str | Sequence[Any]  # "module:qualname", or ["module:qualname", {keyword: value}]
+Hook = str | list[Any]  # "module:qualname", or ["module:qualname", {keyword: value}]
 
 
 def run_training(
@@ -210,6 +210,11 @@ def parameters_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+def draw(trainer: Trainer) -> float:
+    """The next random number of this rank: an `inspect` that shows where its random state stands."""
+    return float(torch.rand(()))
+
+
 def _whole(parameter: torch.nn.Parameter) -> torch.Tensor:
     if isinstance(parameter, DTensor):
         return cast(DTensor, parameter.detach()).full_tensor().cpu()
@@ -289,7 +294,9 @@ def _engine_fields(engine: str) -> dict[str, Any]:
         # just as well, but each rank takes itself for rank 0 of 1: equal data, and every rank saves everything.
         fields["ddp_backend"] = _backend()
     if engine == "ddp":
-        fields["ddp_find_unused_parameters"] = False
+        # Without it DDP sorts its buckets anew after the first step, also after the first one of a resumed run: the
+        # same sums in another order, and losses that differ in the last bit.
+        fields["ddp_find_unused_parameters"] = True
     if engine.startswith("zero"):
         prepare_deepspeed()
         fields["deepspeed"] = _deepspeed_config(stage=int(engine[len("zero")]))
@@ -437,8 +444,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
 def _called(hook: Hook, **kwargs: Any) -> Any:
     if isinstance(hook, str):
         return resolve(hook)(**kwargs)
-    name, options = hook
-    return resolve(name)(**kwargs, **options)
+    return resolve(hook[0])(**kwargs, **hook[1])
 
 
 def _backend() -> str:

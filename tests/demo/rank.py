@@ -1,0 +1,124 @@
+"""What the demo does on every rank: it runs `tests.demo.train` and watches.
+
+The script is run as it is. In its place for the Trainer class comes one that also writes down what happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypedDict
+from unittest import mock
+
+import torch
+import xxhash
+from transformers import Trainer
+
+from safe_trainer import make_safe
+from safe_trainer.integrity import digest_file
+from safe_trainer.layout import list_files
+from tests.demo import train
+from tests.training import prepare_deepspeed
+
+
+class Observation(TypedDict):
+    """What one rank has seen.
+
+    Attributes:
+        losses: this rank's loss of each step, unrounded (``float.hex``).
+        first_step: how many steps were behind it when training began.
+        resumed_from: the checkpoint that it was given to load, or None.
+        resumed_files: digest of each file in there.
+        trained: digest of each trained parameter at the end.
+    """
+
+    losses: dict[str, str]
+    first_step: int
+    resumed_from: str | None
+    resumed_files: dict[str, str]
+    trained: dict[str, str]
+
+
+def run_stock(output_dir: str) -> Observation:
+    """The script with transformers' own Trainer, which starts afresh: it does not know ``"auto"``."""
+    return _run(output_dir, _StockTrainer)
+
+
+def run_safe(output_dir: str, stalling_file: str | None = None) -> Observation:
+    """The script with SafeTrainer.
+
+    Args:
+        output_dir: Run directory.
+        stalling_file: Part of the path of a file that gets stuck when this rank has written half of it.
+    """
+    with _stalling_disk(stalling_file) if stalling_file else contextlib.nullcontext():
+        return _run(output_dir, make_safe(_WatchedTrainer))
+
+
+def _run(output_dir: str, trainer_class: type[Any]) -> Observation:
+    prepare_deepspeed()
+    with mock.patch.object(train, "SafeTrainer", trainer_class):
+        return train.main(output_dir).observation()
+
+
+class _WatchedTrainer(Trainer):  # type: ignore[misc]
+    def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        self._losses: dict[str, str] = {}
+        self._resumed_from = resume_from_checkpoint
+        self._resumed_files = _digests(Path(resume_from_checkpoint)) if resume_from_checkpoint else {}
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self._losses[str(self.state.global_step + 1)] = float(loss).hex()
+        return loss
+
+    def observation(self) -> Observation:
+        return Observation(
+            losses=self._losses,
+            first_step=min(int(step) for step in self._losses) - 1,
+            resumed_from=self._resumed_from,
+            resumed_files=self._resumed_files,
+            trained={
+                name: tensor_digest(parameter.detach().numpy())
+                for name, parameter in self.model.named_parameters()
+                if parameter.requires_grad
+            },
+        )
+
+
+class _StockTrainer(_WatchedTrainer):
+    def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return super().train(None, *args, **kwargs)
+
+
+def tensor_digest(array: Any) -> str:
+    """The digest of a numpy array: equal for equal types, shapes and bits."""
+    return f"{array.dtype} {list(array.shape)} {xxhash.xxh3_128_hexdigest(array.tobytes())}"
+
+
+def _digests(checkpoint: Path) -> dict[str, str]:
+    return {path: digest_file(checkpoint / path) for path in list_files(checkpoint)}
+
+
+@contextlib.contextmanager
+def _stalling_disk(part: str) -> Iterator[None]:
+    """`torch.save` writes half of a file that has `part` in its path, and then nothing more, for ever."""
+    save = torch.save
+
+    def stalling_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(f, str | os.PathLike) or part not in os.fspath(f):
+            save(obj, f, *args, **kwargs)
+            return
+        whole = io.BytesIO()
+        save(obj, whole, *args, **kwargs)
+        Path(f).write_bytes(whole.getvalue()[: whole.tell() // 2])
+        while True:  # the demo kills the job
+            time.sleep(1.0)
+
+    with mock.patch.object(torch, "save", stalling_save):
+        yield

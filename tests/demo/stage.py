@@ -1,0 +1,123 @@
+"""What the scenes of the demo play on: two disks, jobs on two nodes, and a file for everything that they print."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from safe_trainer.layout import RunLayout
+from tests.cluster import Cluster, Disks, Function, Isolation, Job, Json, RemoteError, cluster_job
+from tests.demo.rank import Observation
+from tests.demo.terminal import DemoError, Terminal
+
+NODES = 2
+RANKS_PER_NODE = 2
+RANKS = range(NODES * RANKS_PER_NODE)
+
+JOB_TIMEOUT_S = 180.0
+MERGE_TIMEOUT_S = 120.0
+POLL_INTERVAL_S = 0.02
+
+MERGE_SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it into every checkpoint
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What all scenes share.
+
+    Attributes:
+        terminal: for the person.
+        log: the file that gets what jobs and scripts print.
+        scratch: a directory for what is merged.
+        cluster: where disks come from. Its own ranks are never started: each scene has a job of its own.
+        isolation: how the nodes are kept apart.
+    """
+
+    terminal: Terminal
+    log: Path
+    scratch: Path
+    cluster: Cluster
+    isolation: Isolation
+
+    def disks(self, name: str) -> Disks:
+        """Two empty disks, one for each node."""
+        return self.cluster.disks("split", name)
+
+    @contextlib.contextmanager
+    def job(
+        self, function: Function, disks: Disks, *, per_rank: Sequence[Mapping[str, Json]] | None = None
+    ) -> Iterator[Job]:
+        """Two nodes that call ``function(disks.path)`` on each rank; all their processes are gone at the end."""
+        job = cluster_job(
+            NODES,
+            RANKS_PER_NODE,
+            function,
+            disks=[disks],
+            isolation=self.isolation,
+            per_rank=per_rank,
+            output_dir=disks.path,
+        )
+        with job:
+            try:
+                yield job
+            finally:
+                for node in range(NODES):
+                    self.note(f"{function}, node {node}", job.log_of(node))
+
+    def observe(self, function: Function, disks: Disks) -> list[Observation]:
+        """What every rank of a job that runs to its end has seen."""
+        with self.job(function, disks) as job:
+            codes = job.wait(JOB_TIMEOUT_S)
+            results = job.results()
+        self.raise_errors(results)
+        if any(codes):
+            raise DemoError(f"the launchers ended with {codes}")
+        return cast("list[Observation]", results)
+
+    def raise_errors(self, results: Sequence[Json | RemoteError]) -> None:
+        """Raises `DemoError` for the first rank that failed; all go into the log."""
+        errors = [result for result in results if isinstance(result, RemoteError)]
+        for error in errors:
+            self.note(f"rank {error.rank}", str(error))
+        if errors:
+            raise DemoError(f"rank {errors[0].rank} failed with {errors[0].type}: {errors[0].message}")
+
+    def wait_for_file(self, job: Job, layout: RunLayout, pattern: str) -> Path:
+        """Waits until a file that matches `pattern` in the staging area has something in it."""
+        deadline = time.monotonic() + JOB_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for path in layout.staging.glob(pattern):
+                if path.stat().st_size:
+                    return path
+            answers = [answer for answer in job.results() if isinstance(answer, RemoteError) and not answer.unanswered]
+            self.raise_errors(answers)
+            time.sleep(POLL_INTERVAL_S)
+        raise DemoError(f"no file {pattern} in {layout.staging} within {JOB_TIMEOUT_S:.0f} s")
+
+    def merge(self, checkpoint: Path, target: Path) -> tuple[int, str]:
+        """Runs the merge script that lies in `checkpoint`, as its users do; returns exit code and output."""
+        merged = subprocess.run(
+            [sys.executable, MERGE_SCRIPT, ".", str(target), "--safe_serialization"],
+            cwd=checkpoint,
+            env={**os.environ, "DS_ACCELERATOR": "cpu"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=MERGE_TIMEOUT_S,
+            check=False,
+        )
+        self.note(f"{MERGE_SCRIPT} in {checkpoint}", merged.stdout)
+        return merged.returncode, merged.stdout
+
+    def note(self, title: str, text: str) -> None:
+        """Appends to the log."""
+        with self.log.open("a") as log:
+            log.write(f"===== {title} =====\n{text}\n")

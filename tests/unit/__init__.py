@@ -1,0 +1,1 @@
+"""One file per module of the package, to be read as its specification. No cluster, no model: seconds altogether."""
