@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from safe_trainer.errors import CheckpointError
 from safe_trainer.layout import (
@@ -120,8 +120,16 @@ def file_problem(checkpoint: Path, entry: FileEntry) -> str | None:
 
 
 def tensorless_weights(checkpoint: Path, paths: Iterable[str]) -> list[str]:
-    """Safetensors files among ``paths`` that hold no tensor at all (seen with LoRA under ZeRO-3 on transformers 4)."""
-    return [path for path in paths if path.endswith(".safetensors") and not _tensor_names(checkpoint / path)]
+    """Safetensors files among ``paths`` that hold no tensor at all (seen with LoRA under ZeRO-3 on transformers 4).
+
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    weights = [path for path in paths if path.endswith(".safetensors")]
+    try:
+        return [path for path in weights if not _tensor_names(checkpoint / path)]
+    except SafetensorError as error:
+        raise CheckpointError(f"weights just saved to {checkpoint} cannot be read back: {error}") from error
 
 
 # --- structure, where there is no manifest ---
@@ -220,13 +228,10 @@ def _missing_listed_files(checkpoint: Path, files: dict[str, FileStat]) -> list[
             listed = _strings_in_pickle(checkpoint / path, suffix=".distcp")
         else:
             continue
-        shards = sorted(str(PurePosixPath(path).parent / shard) for shard in listed)
+        shards = sorted((PurePosixPath(path).parent / shard).as_posix() for shard in listed)
         problems += [f"{shard} is missing (listed in {path})" for shard in shards if shard not in files]
-    folders_with_shards = {str(PurePosixPath(path).parent) for path in files if path.endswith(".distcp")}
-    problems += [
-        f"{folder}/.metadata is missing" for folder in sorted(folders_with_shards) if f"{folder}/.metadata" not in files
-    ]
-    return problems
+    indexes = {(PurePosixPath(path).parent / ".metadata").as_posix() for path in files if path.endswith(".distcp")}
+    return problems + [f"{index} is missing" for index in sorted(indexes) if index not in files]
 
 
 def saved_world_size(checkpoint: Path, files: dict[str, FileStat]) -> int | None:
@@ -272,8 +277,11 @@ def structure_problem(path: Path, *, thorough: bool) -> str | None:
 
 def _tensor_names(path: Path) -> list[str]:
     """The tensors in a safetensors file. Opening it compares header and size; nothing else is read."""
-    with safe_open(path, framework="pt") as weights:
-        return list(weights.keys())
+    try:
+        with safe_open(path, framework="pt") as weights:
+            return list(weights.keys())
+    except SafetensorError as error:
+        raise SafetensorError(f"{path.name}: {error}") from error
 
 
 def _torch_file_problem(path: Path, *, thorough: bool) -> str | None:

@@ -36,7 +36,7 @@ JIT_SENTINEL_NAME = "checkpoint-is-incomplete.txt"
 STAGING_MARKER_PREFIX = ".safe_trainer-writing-"
 
 _DRIVE_RE = re.compile(r"^[A-Za-z]:/")
-_CHECKPOINT_RE = re.compile(rf"^{CHECKPOINT_PREFIX}-(\d+)$")
+_CHECKPOINT_RE = re.compile(rf"{CHECKPOINT_PREFIX}-(0|[1-9][0-9]*)")
 
 
 def checkpoint_name(step: int) -> str:
@@ -45,8 +45,8 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_step(name: str) -> int | None:
-    """The step in a directory name, or None where it is not a checkpoint's (``checkpoint-5.tmp``, ``runs``)."""
-    match = _CHECKPOINT_RE.match(name)
+    """The step in a directory name, or None where it is none (``checkpoint-5.tmp``, ``checkpoint-05``)."""
+    match = _CHECKPOINT_RE.fullmatch(name)
     return None if match is None else int(match.group(1))
 
 

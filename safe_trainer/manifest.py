@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 from safe_trainer.errors import CheckpointError
 from safe_trainer.layout import MANIFEST_NAME, check_relative_path
@@ -19,6 +20,7 @@ from safe_trainer.layout import MANIFEST_NAME, check_relative_path
 FORMAT = 1
 
 Scope = Literal["full", "part"]
+T = TypeVar("T")
 
 
 class ManifestError(CheckpointError):
@@ -124,11 +126,50 @@ class Manifest:
             raise ManifestError(
                 f"the manifest has format {version!r}, this version of safe_trainer reads {FORMAT}; update it."
             )
-        files = tuple(FileEntry(**entry) for entry in document.pop("files"))
+        files = tuple(_checked(FileEntry(**entry), _FILE_FIELDS) for entry in _items(document.pop("files")))
+        warnings = tuple(_items(document.pop("warnings")))
+        manifest = _checked(cls(files=files, warnings=warnings, **document), _MANIFEST_FIELDS)
         for entry in files:
             check_relative_path(entry.path)
-            if not (type(entry.size) is int and entry.size >= 0 and type(entry.digest) is str):
-                raise ValueError(f"size or digest of {entry.path!r}")
-        if type(document["step"]) is not int or document["scope"] not in ("full", "part"):
-            raise ValueError("step or scope")
-        return cls(files=files, **{**document, "warnings": tuple(document.get("warnings", ()))})
+        return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+_FILE_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "path": _is_text,
+    "size": _is_count,
+    "digest": _is_text,
+    "rank": _is_count,
+    "mode": lambda mode: _is_count(mode) and mode <= 0o7777,
+}
+_MANIFEST_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "save_id": _is_text,
+    "scope": lambda scope: scope in get_args(Scope),
+    "generation": _is_count,
+    "world_size": _is_count,
+    "saved_at": _is_text,
+    "saved_by": lambda versions: type(versions) is dict and all(map(_is_text, versions.values())),
+    "warnings": lambda warnings: all(map(_is_text, warnings)),
+}
+
+
+def _checked(value: T, fields: dict[str, Callable[[Any], bool]]) -> T:
+    """``value``, if all its fields are what they must be: a file of another origin can hold anything."""
+    for name, is_right in fields.items():
+        if not is_right(getattr(value, name)):
+            raise ValueError(f"{name} cannot be {getattr(value, name)!r}")
+    return value
+
+
+def _items(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"a list was expected, not {value!r}")
+    return value

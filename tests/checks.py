@@ -125,4 +125,3 @@ def _equal(ours: Any, stock: Any) -> bool:
     if type(ours).__module__.startswith(("deepspeed", "transformers")):
         return _equal(vars(ours), vars(stock))
     return bool(ours == stock)
-

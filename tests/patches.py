@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import transformers.trainer
+from transformers import Trainer
 
 
 @contextlib.contextmanager
@@ -22,3 +28,105 @@ def zeroed_memory(rank: int) -> Iterator[None]:
 
     with mock.patch.object(torch, "empty", zeros):
         yield
+
+
+@contextlib.contextmanager
+def slow_writes(rank: int, seconds_by_rank: dict[str, float]) -> Iterator[None]:
+    """Makes each rank sleep before and after it writes its RNG state, and before every rename."""
+    seconds = seconds_by_rank.get(str(rank), 0.0)
+    save, rename = Trainer._save_rng_state, os.rename
+
+    def slow_save(self: Trainer, output_dir: str) -> None:
+        time.sleep(seconds)
+        save(self, output_dir)
+        time.sleep(seconds)
+
+    def slow_rename(*args: Any, **kwargs: Any) -> None:
+        time.sleep(seconds)
+        rename(*args, **kwargs)
+
+    with mock.patch.object(Trainer, "_save_rng_state", slow_save), mock.patch.object(os, "rename", slow_rename):
+        yield
+
+
+@contextlib.contextmanager
+def slow_unlink(rank: int, seconds: float) -> Iterator[None]:
+    """Makes every deletion of a file slow, so that two deleters would meet (case S4)."""
+    unlink = os.unlink
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        time.sleep(seconds)
+        unlink(*args, **kwargs)
+
+    with mock.patch.object(os, "unlink", slow):
+        yield
+
+
+@contextlib.contextmanager
+def no_exchange(rank: int) -> Iterator[None]:
+    """A file system that cannot exchange two directories, as most network ones."""
+    with mock.patch("safe_trainer.commit.exchange", lambda first, second: False):
+        yield
+
+
+@contextlib.contextmanager
+def sees_nothing(rank: int, blind_rank: int) -> Iterator[None]:
+    """On one rank, checkpoints seem not to exist while one is being chosen (case U5)."""
+    if rank != blind_rank:
+        yield
+        return
+
+    with (
+        mock.patch("safe_trainer.resume.list_checkpoints", lambda run_directory: []),
+        mock.patch("safe_trainer.trainer.list_checkpoints", lambda run_directory: []),
+    ):
+        yield
+
+
+class HubStub:
+    """In place of the hub's client: walks the folder in a thread, half a second later."""
+
+    def __init__(self) -> None:
+        self.uploads: list[dict[str, Any]] = []
+        self.threads: list[threading.Thread] = []
+
+    def upload_folder(self, *, folder_path: str, ignore_patterns: list[str] | None = None, **kwargs: Any) -> Any:
+        upload: dict[str, Any] = {"folder": folder_path, "ignore": ignore_patterns, "files": None}
+        self.uploads.append(upload)
+
+        def walk() -> None:
+            time.sleep(0.5)
+            root = Path(folder_path)
+            found = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+            upload["files"] = found if root.is_dir() else f"{folder_path} is gone"
+
+        thread = threading.Thread(target=walk)
+        thread.start()
+        self.threads.append(thread)
+        return mock.Mock(is_done=lambda: True, done=lambda: True)
+
+
+HUB = HubStub()
+
+
+@contextlib.contextmanager
+def hub_stub(rank: int) -> Iterator[None]:
+    """Lets ``push_to_hub`` upload to a `HubStub`; `uploads` tells what it saw."""
+    HUB.__init__()  # type: ignore[misc]
+
+    def no_repository(self: Trainer, token: str | None = None) -> None:
+        self.hub_model_id = "someone/model"
+
+    with (
+        mock.patch.object(transformers.trainer, "hf_api", lambda: HUB),
+        mock.patch.object(Trainer, "init_hf_repo", no_repository),
+        mock.patch.object(Trainer, "_finish_current_push", lambda self: None),
+    ):
+        yield
+
+
+def uploads(trainer: Trainer) -> list[dict[str, Any]]:
+    """What was uploaded; to be given as ``inspect=``."""
+    for thread in HUB.threads:
+        thread.join()
+    return HUB.uploads

@@ -11,36 +11,18 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 from unittest import mock
 
 import torch
-import xxhash
 from transformers import Trainer
 
-from safe_trainer import make_safe
+from safe_trainer import make_safe, topology
 from safe_trainer.integrity import digest_file
 from safe_trainer.layout import list_files
 from tests.demo import train
+from tests.demo.observation import Observation, tensor_digest
 from tests.training import prepare_deepspeed
-
-
-class Observation(TypedDict):
-    """What one rank has seen.
-
-    Attributes:
-        losses: this rank's loss of each step, unrounded (``float.hex``).
-        first_step: how many steps were behind it when training began.
-        resumed_from: the checkpoint that it was given to load, or None.
-        resumed_files: digest of each file in there.
-        trained: digest of each trained parameter at the end.
-    """
-
-    losses: dict[str, str]
-    first_step: int
-    resumed_from: str | None
-    resumed_files: dict[str, str]
-    trained: dict[str, str]
 
 
 def run_stock(output_dir: str) -> Observation:
@@ -48,21 +30,27 @@ def run_stock(output_dir: str) -> Observation:
     return _run(output_dir, _StockTrainer)
 
 
-def run_safe(output_dir: str, stalling_file: str | None = None) -> Observation:
+def run_safe(output_dir: str, *, alone: bool = True, stalling_file: str | None = None) -> Observation:
     """The script with SafeTrainer.
 
     Args:
         output_dir: Run directory.
+        alone: Whether this node cannot see the disks of others, as it should be.
         stalling_file: Part of the path of a file that gets stuck when this rank has written half of it.
     """
-    with _stalling_disk(stalling_file) if stalling_file else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if not alone:
+            stack.enter_context(_unseen_neighbours())
+        if stalling_file:
+            stack.enter_context(_stalling_disk(stalling_file))
         return _run(output_dir, make_safe(_WatchedTrainer))
 
 
 def _run(output_dir: str, trainer_class: type[Any]) -> Observation:
     prepare_deepspeed()
     with mock.patch.object(train, "SafeTrainer", trainer_class):
-        return train.main(output_dir).observation()
+        observation: Observation = train.main(output_dir).observation()
+    return observation
 
 
 class _WatchedTrainer(Trainer):  # type: ignore[misc]
@@ -96,13 +84,17 @@ class _StockTrainer(_WatchedTrainer):
         return super().train(None, *args, **kwargs)
 
 
-def tensor_digest(array: Any) -> str:
-    """The digest of a numpy array: equal for equal types, shapes and bits."""
-    return f"{array.dtype} {list(array.shape)} {xxhash.xxh3_128_hexdigest(array.tobytes())}"
-
-
 def _digests(checkpoint: Path) -> dict[str, str]:
     return {path: digest_file(checkpoint / path) for path in list_files(checkpoint)}
+
+
+def _unseen_neighbours() -> contextlib.AbstractContextManager[Any]:
+    """Keeps SafeTrainer from looking for the run directories of other nodes under their own paths.
+
+    Where it finds one it refuses to train: one disk with two run directories is a mistake everywhere but here, where
+    they stand for two disks.
+    """
+    return mock.patch.object(topology, "_seen_elsewhere", lambda visits, rank, seen: [])
 
 
 @contextlib.contextmanager

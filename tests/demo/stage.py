@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import cast
 
 from safe_trainer.layout import RunLayout
-from tests.cluster import Cluster, Disks, Function, Isolation, Job, Json, RemoteError, cluster_job
-from tests.demo.rank import Observation
+from tests.cluster import Disks, Function, Job, Json, RemoteError, cluster_job
+from tests.demo import NODES, RANKS, RANKS_PER_NODE
+from tests.demo.observation import Observation
 from tests.demo.terminal import DemoError, Terminal
 
-NODES = 2
-RANKS_PER_NODE = 2
-RANKS = range(NODES * RANKS_PER_NODE)
-
-JOB_TIMEOUT_S = 180.0
+# Each takes a tenth of this where nobody else needs the processors.
+JOB_TIMEOUT_S = 300.0
 MERGE_TIMEOUT_S = 120.0
 POLL_INTERVAL_S = 0.02
 
@@ -36,44 +34,51 @@ class Stage:
         terminal: for the person.
         log: the file that gets what jobs and scripts print.
         scratch: a directory for what is merged.
-        cluster: where disks come from. Its own ranks are never started: each scene has a job of its own.
-        isolation: how the nodes are kept apart.
+        disks: the two disks of the run that is killed and resumed, a run directory on each.
+        stock_disks: those of the stock Trainer's run.
+        has_namespaces: whether nodes have namespaces of their own; otherwise they could see each other's disks.
     """
 
     terminal: Terminal
     log: Path
     scratch: Path
-    cluster: Cluster
-    isolation: Isolation
-
-    def disks(self, name: str) -> Disks:
-        """Two empty disks, one for each node."""
-        return self.cluster.disks("split", name)
+    disks: Disks
+    stock_disks: Disks
+    has_namespaces: bool
 
     @contextlib.contextmanager
     def job(
-        self, function: Function, disks: Disks, *, per_rank: Sequence[Mapping[str, Json]] | None = None
+        self, function: Function, disks: Disks, last_rank: Mapping[str, Json] | None = None, **kwargs: Json
     ) -> Iterator[Job]:
-        """Two nodes that call ``function(disks.path)`` on each rank; all their processes are gone at the end."""
+        """Two nodes that call ``function(disks.path)`` on each rank. All their processes are gone in the end.
+
+        Args:
+            function: Of `tests.demo.rank`.
+            disks: The run directory is on these.
+            last_rank: Further arguments on the last rank.
+            **kwargs: Further arguments on all ranks.
+        """
         job = cluster_job(
             NODES,
             RANKS_PER_NODE,
             function,
             disks=[disks],
-            isolation=self.isolation,
-            per_rank=per_rank,
+            isolation="namespaces" if self.has_namespaces else "none",
+            env={"TMPDIR": str(self.scratch)},  # a launcher that is killed leaves its own files there
+            per_rank=[*({} for _ in RANKS[1:]), last_rank or {}],
             output_dir=disks.path,
+            **kwargs,
         )
         with job:
             try:
                 yield job
             finally:
                 for node in range(NODES):
-                    self.note(f"{function}, node {node}", job.log_of(node))
+                    self.note(f"node {node}", job.log_of(node))
 
-    def observe(self, function: Function, disks: Disks) -> list[Observation]:
+    def observe(self, function: Function, disks: Disks, **kwargs: Json) -> list[Observation]:
         """What every rank of a job that runs to its end has seen."""
-        with self.job(function, disks) as job:
+        with self.job(function, disks, **kwargs) as job:
             codes = job.wait(JOB_TIMEOUT_S)
             results = job.results()
         self.raise_errors(results)
@@ -89,17 +94,18 @@ class Stage:
         if errors:
             raise DemoError(f"rank {errors[0].rank} failed with {errors[0].type}: {errors[0].message}")
 
-    def wait_for_file(self, job: Job, layout: RunLayout, pattern: str) -> Path:
+    def wait_for_file(self, job: Job, run_directory: Path, pattern: str) -> Path:
         """Waits until a file that matches `pattern` in the staging area has something in it."""
+        staging = RunLayout(run_directory).staging
         deadline = time.monotonic() + JOB_TIMEOUT_S
         while time.monotonic() < deadline:
-            for path in layout.staging.glob(pattern):
+            for path in staging.glob(pattern):
                 if path.stat().st_size:
                     return path
             answers = [answer for answer in job.results() if isinstance(answer, RemoteError) and not answer.unanswered]
             self.raise_errors(answers)
             time.sleep(POLL_INTERVAL_S)
-        raise DemoError(f"no file {pattern} in {layout.staging} within {JOB_TIMEOUT_S:.0f} s")
+        raise DemoError(f"no file {pattern} in {staging} within {JOB_TIMEOUT_S:.0f} s")
 
     def merge(self, checkpoint: Path, target: Path) -> tuple[int, str]:
         """Runs the merge script that lies in `checkpoint`, as its users do; returns exit code and output."""

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from safe_trainer.integrity import Verdict, file_problem, inspect_checkpoint
+from safe_trainer.integrity import file_problem, inspect_checkpoint
 from safe_trainer.layout import AREA_NAME, MANIFEST_NAME, RunLayout, checkpoint_name, list_checkpoints, list_files
 from safe_trainer.manifest import Manifest
 from tests.cluster import Disks, Job, RemoteError
-from tests.demo.rank import Observation, run_safe, run_stock, tensor_digest
-from tests.demo.stage import MERGE_SCRIPT, NODES, RANKS, RANKS_PER_NODE, Stage
+from tests.demo import NODES, RANKS, RANKS_PER_NODE
+from tests.demo.observation import Observation, tensor_digest
+from tests.demo.rank import run_safe, run_stock
+from tests.demo.stage import MERGE_SCRIPT, Stage
 from tests.demo.terminal import DemoError, Terminal, size
 from tests.demo.train import MAX_STEPS, SAVE_STEPS
 
@@ -29,25 +31,24 @@ def tell(stage: Stage) -> None:
     Raises:
         DemoError: One of them does not show what it should.
     """
-    stock_disks, disks = stage.disks("stock"), stage.disks("safe")
-    stock = stock_trainer(stage, stock_disks)
-    interrupt(stage, disks, stock_disks)
-    new_machine(stage, disks)
-    resumed = resume(stage, disks, stock)
-    merge(stage, disks, resumed)
+    stock = stock_trainer(stage)
+    interrupt(stage)
+    new_machine(stage)
+    resumed = resume(stage, stock)
+    merge(stage, resumed)
 
 
-def stock_trainer(stage: Stage, disks: Disks) -> list[Observation]:
+def stock_trainer(stage: Stage) -> list[Observation]:
     """What the stock Trainer leaves on two disks; also the run that the interrupted one has to equal."""
     terminal = stage.terminal
     terminal.section("The stock Trainer, for comparison")
     terminal.say(f"It trains {MAX_STEPS} steps without a break and saves every {SAVE_STEPS}.")
-    seen = stage.observe(run_stock, disks)
+    seen = stage.observe(run_stock, stage.stock_disks)
     losses = _mean_losses(seen)
     _show_losses(terminal, losses)
     terminal.claim("It learns: the loss has fallen by more than a third.", losses[MAX_STEPS] < losses[1] * 2 / 3)
-    _show_parts(terminal, disks)
-    code, output = stage.merge(disks.node(0) / FIRST, stage.scratch / "stock")
+    _show_parts(terminal, stage.stock_disks)
+    code, output = stage.merge(stage.stock_disks.node(0) / FIRST, stage.scratch / "stock")
     complaint = re.search(r"Expected 4 of .*? but found 2 files", output)
     terminal.claim(
         f"{MERGE_SCRIPT} on node 0 gives up: {complaint and complaint.group()}.", code != 0 and complaint is not None
@@ -55,32 +56,34 @@ def stock_trainer(stage: Stage, disks: Disks) -> list[Observation]:
     return seen
 
 
-def interrupt(stage: Stage, disks: Disks, stock_disks: Disks) -> None:
+def interrupt(stage: Stage) -> None:
     """SafeTrainer saves once, and the job is killed while it saves again."""
-    terminal = stage.terminal
+    terminal, disks = stage.terminal, stage.disks
     terminal.section("The same script with SafeTrainer")
+    terminal.say("It starts afresh, on two empty disks.")
     slow_disk = {"stalling_file": _shard(RANKS[-1], SECOND)}
-    with stage.job(run_safe, disks, per_rank=[*({} for _ in RANKS[1:]), slow_disk]) as job:
+    with stage.job(run_safe, disks, slow_disk, alone=stage.has_namespaces) as job:
         torn = stage.wait_for_file(job, disks.node(1), f"*/{SECOND}/{_shard(RANKS[-1], SECOND)}")
-        _show_whole(terminal, disks.node(0) / FIRST, stock_disks)
+        _show_whole(terminal, disks.node(0) / FIRST, stage.stock_disks)
         terminal.section("A power cut in the middle of the next save")
         _kill(terminal, job)
     _show_ruins(terminal, disks, torn)
 
 
-def new_machine(stage: Stage, disks: Disks) -> None:
+def new_machine(stage: Stage) -> None:
     """Node 1 loses its disk."""
     stage.terminal.section("Node 1 is replaced by a new machine")
-    disks.wipe(1)
-    stage.terminal.claim("Its disk is empty.", not any(disks.node(1).iterdir()))
+    stage.disks.wipe(1)
+    stage.terminal.claim("Its disk is empty.", not any(stage.disks.node(1).iterdir()))
 
 
-def resume(stage: Stage, disks: Disks, stock: Sequence[Observation]) -> list[Observation]:
+def resume(stage: Stage, stock: Sequence[Observation]) -> list[Observation]:
     """The same script once more, to the end."""
-    terminal = stage.terminal
+    terminal, disks = stage.terminal, stage.disks
     terminal.section("The same command again")
+    terminal.say('The script has trainer.train(resume_from_checkpoint="auto"); nobody copies files.')
     manifest = _manifest(disks.node(0) / FIRST)
-    seen = stage.observe(run_safe, disks)
+    seen = stage.observe(run_safe, disks, alone=stage.has_namespaces)
     _claim_delivered(terminal, seen, manifest)
     _show_losses(terminal, _mean_losses(seen))
     steps = [str(step) for step in range(SAVE_STEPS + 1, MAX_STEPS + 1)]
@@ -93,14 +96,14 @@ def resume(stage: Stage, disks: Disks, stock: Sequence[Observation]) -> list[Obs
     return seen
 
 
-def merge(stage: Stage, disks: Disks, seen: Sequence[Observation]) -> None:
+def merge(stage: Stage, seen: Sequence[Observation]) -> None:
     """ZeRO's shards become one file of weights, on one node."""
     terminal = stage.terminal
     terminal.section("The shards become one file of weights")
     terminal.say(f"On node 0, in {LAST}:  python {MERGE_SCRIPT} . merged --safe_serialization")
     target = stage.scratch / "merged"
-    code, _ = stage.merge(disks.node(0) / LAST, target)
-    terminal.claim("It needs nothing from node 1.", code == 0)
+    code, _ = stage.merge(stage.disks.node(0) / LAST, target)
+    terminal.claim("It succeeds: the shards of all four ranks are there.", code == 0)
     merged = {name: tensor_digest(array) for name, array in load_file(target / "model.safetensors").items()}
     terminal.claim(
         f"The {len(merged)} tensors in it, adapter and embeddings, equal the weights that each of the four ranks had "
@@ -137,7 +140,7 @@ def _show_whole(terminal: Terminal, checkpoint: Path, stock_disks: Disks) -> Non
     )
     left_by_stock = {path for node in range(NODES) for path in _sizes(stock_disks.node(node) / checkpoint.name)}
     terminal.claim(
-        "These are the files that the stock Trainer left on the two disks together, no more and no less.",
+        "These are the files that the stock Trainer left on both disks together, no more and no less.",
         {entry.path for entry in files} == left_by_stock,
     )
     terminal.claim(
@@ -209,10 +212,12 @@ def _show_end(terminal: Terminal, disks: Disks) -> None:
 
 
 def _show_losses(terminal: Terminal, losses: Mapping[int, float]) -> None:
+    """Some of the losses, from the first to the last."""
     steps = sorted(losses)
     last = len(steps) - 1
     shown = [steps[index * last // (LOSSES_SHOWN - 1)] for index in range(LOSSES_SHOWN)]
-    terminal.table([["step", *map(str, shown)], ["loss", *(f"{losses[step]:.2f}" for step in shown)]], right=range(1, 7))
+    rows = [["step", *map(str, shown)], ["loss", *(f"{losses[step]:.2f}" for step in shown)]]
+    terminal.table(rows, right=range(1, LOSSES_SHOWN + 1))
 
 
 def _mean_losses(seen: Sequence[Observation]) -> dict[int, float]:
@@ -227,10 +232,10 @@ def _show_disks(terminal: Terminal, disks: Disks) -> None:
     rows = []
     for node in range(NODES):
         layout = RunLayout(disks.node(node))
-        staged = sorted(layout.staging.glob("checkpoint-*/checkpoint-*"))
-        for path in [*(path for _, path in list_checkpoints(layout.root)), *staged]:
-            place = path.relative_to(layout.root).parent
-            rows.append([f"node {node}", f"{place}/{path.name}/", f"{len(_sizes(path))} files", _state(path)])
+        unfinished = sorted(layout.staging.glob("*/checkpoint-*"))
+        for path in [*(path for _, path in list_checkpoints(layout.root)), *unfinished]:
+            place = path.relative_to(layout.root)
+            rows.append([f"node {node}", f"{place}/", f"{len(_sizes(path))} files", _state(path)])
     terminal.table(rows, right=[2])
 
 
@@ -260,19 +265,19 @@ def _manifest(checkpoint: Path) -> Manifest:
 
 
 def _state(checkpoint: Path) -> str:
-    if AREA_NAME in checkpoint.parts:
+    verdict = inspect_checkpoint(checkpoint, verify="digest")
+    if verdict.manifest is None:
         return "not finished"
-    if _is_whole(checkpoint):
-        return "whole"
-    return "what this node wrote" if _problems(checkpoint) == [] else "not whole"
+    if _damaged(checkpoint, verdict.manifest):
+        return "DAMAGED"
+    return "the part that this node wrote" if verdict.is_part else "whole"
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint has a manifest and every byte that this lists."""
+    """Whether a checkpoint has a manifest and, byte for byte, everything that was saved."""
     verdict = inspect_checkpoint(checkpoint, verify="digest")
-    return verdict.complete and not _damaged(checkpoint, verdict)
+    return verdict.complete and verdict.manifest is not None and not _damaged(checkpoint, verdict.manifest)
 
 
-def _damaged(checkpoint: Path, verdict: Verdict) -> list[str]:
-    entries = verdict.manifest.files if verdict.manifest else ()
-    return [problem for entry in entries if (problem := file_problem(checkpoint, entry)) is not None]
+def _damaged(checkpoint: Path, manifest: Manifest) -> bool:
+    return any(file_problem(checkpoint, entry) is not None for entry in manifest.files)

@@ -16,10 +16,8 @@ import pytest
 from tests import checks
 from tests.cluster import Cluster, Disks, Layout
 from tests.conftest import Clusters
-from tests.training import DISTRIBUTED_ENGINES, run_training
-
-SAFE = "safe_trainer:SafeTrainer"
-TIMEOUT_S = 240.0
+from tests.distributed.runs import run_directories, train
+from tests.training import DISTRIBUTED_ENGINES
 
 # Every engine and every layout once; the rest of the product belongs to `make test-all`.
 PART_OF_TABLE = {
@@ -40,24 +38,14 @@ TABLE = [
 ]
 
 
-def train(cluster: Cluster, engine: str, disks: Disks, **options: Any) -> list[dict[str, Any]]:
-    options.setdefault("output_dir", f"{disks.path}/run")
-    return cluster.run(run_training, engine=engine, timeout_s=TIMEOUT_S, **options)
-
-
-def run_directories(disks: Disks, name: str = "run") -> list[Path]:
-    """The run directory on each disk, home's first."""
-    return [disks.node(group[0]) / name for group in disks.groups]
-
-
 @pytest.mark.parametrize(("engine", "layout"), [("single", "shared"), *TABLE])
 def test_committed_checkpoint_is_what_stock_writes(clusters: Clusters, engine: str, layout: Layout) -> None:
     cluster = clusters.of(engine=engine, layout=layout)
     stock_disks, safe_disks = cluster.disks(layout, "stock"), cluster.disks(layout, "safe")
 
     patches = ["tests.patches:zeroed_memory"] if engine.startswith("zero3") else []
-    train(cluster, engine, stock_disks, steps=4, patches=patches)
-    train(cluster, engine, safe_disks, steps=4, patches=patches, trainer=SAFE)
+    train(cluster, stock_disks, engine, steps=4, patches=patches, trainer="transformers:Trainer")
+    train(cluster, safe_disks, engine, steps=4, patches=patches)
 
     home, *others = run_directories(safe_disks)
     assert checks.checkpoints(home) == [2, 4]
@@ -97,7 +85,7 @@ class Interrupted:
     old_disks: Disks
 
     def resumed(self, **options: Any) -> list[dict[str, Any]]:
-        return train(self.cluster, self.engine, self.disks, trainer=SAFE, resume=True, **options)
+        return train(self.cluster, self.disks, self.engine, resume=True, **options)
 
     def assert_continues(self, results: list[dict[str, Any]], *, run: str = "run") -> None:
         for result, expected in zip(results, self.expected, strict=True):
@@ -120,11 +108,11 @@ def interrupted(request: pytest.FixtureRequest) -> Callable[[str, Layout], Inter
         cluster = Clusters(request).of(engine=engine, layout=layout)
         disks, template, old = (cluster.disks(layout, name) for name in ("resumed", f"{engine}-4", f"{engine}-2"))
         if (engine, layout) not in expected:
-            expected[engine, layout] = train(cluster, engine, disks, trainer=SAFE)
+            expected[engine, layout] = train(cluster, disks, engine)
             disks = cluster.disks(layout, "resumed")
-        train(cluster, engine, disks, trainer=SAFE, stop_after=2)
+        train(cluster, disks, engine, stop_after=2)
         _copy(disks, old)
-        train(cluster, engine, disks, trainer=SAFE, stop_after=4, resume=True)
+        train(cluster, disks, engine, stop_after=4, resume=True)
         _copy(disks, template)
         return Interrupted(cluster, engine, layout, expected[engine, layout], disks, old)
 

@@ -84,10 +84,12 @@ def stage(directory: RunDirectory, step: int, files: Mapping[str, bytes], *, sav
 
 
 def save(directory: RunDirectory, step: int, files: Mapping[str, bytes]) -> Path:
-    """Stage and commit."""
+    """Stage, commit, and clear up."""
     staged = stage(directory, step, files)
     with directory.lock():
-        return directory.commit(staged)
+        final = directory.commit(staged)
+        directory.release_staging(staged)
+    return final
 
 
 # --- as the stock Trainer leaves them ---

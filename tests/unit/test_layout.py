@@ -115,7 +115,6 @@ UNSAFE_PATHS = (
     "a/",
     "a\\x",
     "..\\x",
-    "C:x",
     "C:/x",
     "C:\\x",
     "\\\\host\\share",
@@ -131,7 +130,7 @@ def test_a_path_that_could_lead_elsewhere_is_refused(path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["model.safetensors", "global_step5/mp_rank_00_model_states.pt", "pytorch_model_fsdp_0/.metadata", "a..b", "ü", " "],
+    ["model.safetensors", "global_step5/mp_rank_00_model_states.pt", "pytorch_model_fsdp_0/.metadata", "a..b", "a:b", "ü", " "],
 )
 def test_a_plain_relative_path_is_accepted(path: str) -> None:
     assert check_relative_path(path) == path
@@ -256,7 +255,7 @@ def test_a_link_to_a_directory_above_does_not_go_round_for_ever(checkpoint: Path
     assert list(list_files(checkpoint)) == ["a", "sub/.b"]
 
 
-@pytest.mark.parametrize("name", ["a\\b", "C:x"])
+@pytest.mark.parametrize("name", ["a\\b", "..\\b"])
 def test_a_file_that_no_reader_would_accept_is_refused_when_it_is_listed(checkpoint: Path, name: str) -> None:
     (checkpoint / name).touch()
     with pytest.raises(UnsafePathError):

@@ -1,0 +1,196 @@
+"""Trainer subclasses, callbacks and look-ins for training runs: what users' code does around a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+from safe_trainer import CheckpointOptions, SafeCheckpointMixin, SafeTrainer
+from tests import training
+
+# --- trainers --------------------------------------------------------------------------------------------------------
+
+
+class WritesAround(Trainer):
+    """As TRL's trainers do: something into checkpoint-N before and after the stock save (case N1)."""
+
+    def _save_checkpoint(self, model: Any, trial: Any, metrics: Any = None) -> None:
+        checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            (checkpoint / "before.json").write_text("{}")
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            (checkpoint / "after.json").write_text("{}")
+
+
+class MixinBeforeWritesAround(SafeCheckpointMixin, WritesAround):
+    """``class T(SafeCheckpointMixin, SFTTrainer)``."""
+
+
+class WritesAroundSafe(SafeTrainer):
+    """A user's subclass on top of SafeTrainer."""
+
+    _save_checkpoint = WritesAround.__dict__["_save_checkpoint"]
+
+
+class _WritesAroundMixin:
+    def _save_checkpoint(self, model: Any, trial: Any, metrics: Any = None) -> None:
+        checkpoint = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"  # type: ignore[attr-defined]
+        if self.args.should_save:  # type: ignore[attr-defined]
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            (checkpoint / "before.json").write_text("{}")
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        if self.args.should_save:  # type: ignore[attr-defined]
+            (checkpoint / "after.json").write_text("{}")
+
+
+class SafeUnderMixin(_WritesAroundMixin, SafeTrainer):
+    """A mixin of the user's before ours."""
+
+
+class SafeOverMixin(SafeCheckpointMixin, _WritesAroundMixin, Trainer):
+    """A mixin of the user's after ours."""
+
+
+class ExpertShards(SafeTrainer):
+    """Every rank writes a file of its own (case L9).
+
+    Args:
+        same_name: all ranks use one name, with different content.
+    """
+
+    def __init__(self, *args: Any, same_name: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._same_name = same_name
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        rank = self.args.process_index
+        if not self._same_name or self.args.local_process_index == 0:
+            name = "expert.bin" if self._same_name else f"expert_{rank}.bin"
+            Path(output_dir, name).write_bytes(b"expert" * (rank + 1))
+
+
+class WritesBesideCheckpoint(SafeTrainer):
+    """Writes into the run directory, as it thinks, while it saves."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.args.should_save:
+            Path(output_dir).with_name("notes.txt").write_text(str(self.state.global_step))
+
+
+class EmptyAdapter(SafeTrainer):
+    """Saves weights without tensors, as LoRA under ZeRO-3 did on transformers 4 (case N3)."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        save_file({}, os.path.join(output_dir or "", "adapter_model.safetensors"))
+
+
+class FailsOnRank(SafeTrainer):
+    """One rank cannot write its RNG state."""
+
+    def __init__(self, *args: Any, failing_rank: int, failing_step: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._failing = (failing_rank, failing_step)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if (self.args.process_index, self.state.global_step) == self._failing:
+            raise OSError(28, "No space left on device", os.path.join(output_dir, "rng_state.pth"))
+        super()._save_rng_state(output_dir)
+
+
+class PreemptedAtStep3(SafeTrainer):
+    """Every rank is told at step 3 to save and stop, as the just-in-time checkpoint does after SIGTERM to all."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.state.global_step == 2:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, JITCheckpointCallback):
+                    callback.jit_manager.is_checkpoint_requested = True
+        return super().training_step(*args, **kwargs)
+
+
+# --- callbacks -------------------------------------------------------------------------------------------------------
+
+
+class ListsCheckpointOnSave(TrainerCallback):
+    """As W&B's and MLflow's callbacks: reads checkpoint-N in on_save (case F7). See `listed_on_save`."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[str]] = {}
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        self.seen[state.global_step] = sorted(files)
+
+
+class SavesTwice(TrainerCallback):
+    """Asks for a save of the last step of an epoch twice: as a step's and as an epoch's."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = state.epoch is not None and float(state.epoch).is_integer()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = True
+
+
+# --- look-ins --------------------------------------------------------------------------------------------------------
+
+
+def listed_on_save(trainer: Trainer) -> dict[str, list[str]]:
+    callback = next(
+        callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ListsCheckpointOnSave)
+    )
+    return {str(step): files for step, files in callback.seen.items()}
+
+
+def last_save(trainer: SafeTrainer) -> dict[str, Any]:
+    report = trainer.last_save
+    if report is None:
+        return {}
+    return {
+        "step": report.step,
+        "path": str(report.path),
+        "bytes": report.bytes,
+        "files": report.files,
+        "gathered_bytes": report.gathered_bytes,
+        "phases": list(report.phases_s),
+        "stall_s": report.stall_s,
+        "sum_s": sum(report.phases_s.values()),
+        "warnings": list(report.warnings),
+    }
+
+
+# --- factories -------------------------------------------------------------------------------------------------------
+
+
+def with_options(*args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> SafeTrainer:
+    """SafeTrainer with `CheckpointOptions` made of a plain dictionary, which a scenario can be given."""
+    return SafeTrainer(*args, checkpoint_options=CheckpointOptions(**(options or {})), **kwargs)
+
+
+def search_hyperparameters(*, output_dir: str) -> None:
+    """Two optuna trials of four steps each, on every rank."""
+    with training.clean_process():
+        arguments = training._training_arguments("ddp", output_dir, 4, 2, 0, {})
+        trainer = SafeTrainer(
+            model_init=lambda trial: training._model("ddp", 0),
+            args=arguments,
+            train_dataset=training.ByteDataset(training.TRAIN_EXAMPLES, 0),
+            eval_dataset=training.ByteDataset(training.EVAL_EXAMPLES, 1),
+        )
+        trainer.hyperparameter_search(
+            hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)},
+            n_trials=2,
+            backend="optuna",
+        )
