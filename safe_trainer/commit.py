@@ -35,17 +35,21 @@ from pathlib import Path
 import filelock
 
 from safe_trainer.errors import CheckpointError, RunDirectoryTaken
+from safe_trainer.integrity import inspect_checkpoint
 from safe_trainer.layout import JIT_SENTINEL_NAME, MANIFEST_NAME, RunLayout, checkpoint_step
 
 logger = logging.getLogger(__name__)
 
 LOCK_POLL_INTERVAL_S = 0.05
+# Tokens of a job that is just finding its storage domains are seconds old.
+STALE_TOKEN_S = 3600.0
 DELETE_ATTEMPTS = 3
 DELETE_RETRY_S = 0.2
 # include/uapi/linux/fs.h and fcntl.h
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+# The last two come from FUSE file systems that ignore the flag and try a plain rename.
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EEXIST, errno.ENOTEMPTY)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -72,6 +76,8 @@ class Generation:
         return cls(number + 1, run_id, socket.gethostname(), os.getpid(), started)
 
     def __str__(self) -> str:
+        if self.number == 0:
+            return "an unknown run"
         return f"run {self.number} (started {self.started_at} by process {self.pid} on {self.host})"
 
 
@@ -112,7 +118,9 @@ class RunDirectory:
             # Older runs' staging is dead, or belongs to a job that is fenced off by now.
             self._discard_all(self.layout.staging)
             self._discard_all(self.layout.delivered)
-            self._discard_all(self.layout.tokens, older_than_s=3600.0)
+            self._discard_all(self.layout.tokens, older_than_s=STALE_TOKEN_S)
+            for temporary in self.layout.area.glob(f"{self.layout.generation_file.name}.*"):
+                self.discard(temporary)
             self._names_at_start = frozenset(
                 entry.name for entry in os.scandir(self.layout.root) if checkpoint_step(entry.name) is not None
             )
@@ -134,7 +142,10 @@ class RunDirectory:
 
     def _read_generation(self) -> Generation:
         try:
-            return Generation(**json.loads(self.layout.generation_file.read_text(encoding="utf-8")))
+            generation = Generation(**json.loads(self.layout.generation_file.read_text(encoding="utf-8")))
+            if type(generation.number) is not int:
+                raise ValueError(f"number {generation.number!r}")
+            return generation
         except FileNotFoundError:
             return Generation(0)
         except (ValueError, TypeError) as error:
@@ -146,12 +157,14 @@ class RunDirectory:
         """Finish a replacement that a crash cut between its two renames: the old checkpoint gets its name back."""
         for old in _entries(self.layout.replaced):
             final = self.layout.root / old.name
-            if final.exists():
+            if final.is_dir() and inspect_checkpoint(final, verify="size").complete:
                 self.discard(old)
-            else:
-                logger.warning("Putting back %s, which a killed save had moved aside.", final)
-                os.rename(old, final)
-                fsync_directory(self.layout.root)
+                continue
+            logger.warning("Putting back %s, which a killed save had moved aside.", final)
+            if os.path.lexists(final):
+                self.discard(final)  # an empty directory, say, that a late writer has brought back
+            os.rename(old, final)
+            fsync_directory(self.layout.root)
 
     # --- a save ---
 
@@ -183,8 +196,9 @@ class RunDirectory:
         carried = []
         for path in sorted(final.rglob("*")):
             relative = path.relative_to(final)
-            fresh = since_ns is None or path.stat().st_mtime_ns > since_ns
-            if path.is_file() and fresh and path.name != JIT_SENTINEL_NAME:
+            if not path.is_file() or path.name == JIT_SENTINEL_NAME:
+                continue
+            if since_ns is None or path.stat().st_mtime_ns > since_ns:
                 (staged / relative).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, staged / relative)
                 carried.append(relative.as_posix())
@@ -199,7 +213,7 @@ class RunDirectory:
         final = self.layout.root / staged.name
         fsync_tree(staged)
         self.check_generation()
-        if not final.exists():
+        if not os.path.lexists(final):
             os.rename(staged, final)
         elif exchange(staged, final):
             fsync_directory(self.layout.root)
@@ -297,6 +311,7 @@ class RunDirectory:
         )
         try:
             lock.acquire()
+            held = True
         except filelock.Timeout as error:
             raise CheckpointError(
                 f"{self.layout.lock_file} was held by another process for {self._lock_timeout_s:g} s; the newest run "
@@ -313,12 +328,12 @@ class RunDirectory:
                     self.layout.root,
                     error,
                 )
-            yield
-            return
+            held = False
         try:
             yield
         finally:
-            lock.release()
+            if held:
+                lock.release()
 
 
 # --- file system primitives ---

@@ -127,7 +127,7 @@ class Manifest:
                 f"the manifest has format {version!r}, this version of safe_trainer reads {FORMAT}; update it."
             )
         files = tuple(_checked(FileEntry(**entry), _FILE_FIELDS) for entry in _items(document.pop("files")))
-        warnings = tuple(_items(document.pop("warnings")))
+        warnings = tuple(_items(document.pop("warnings", [])))
         manifest = _checked(cls(files=files, warnings=warnings, **document), _MANIFEST_FIELDS)
         for entry in files:
             check_relative_path(entry.path)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 from safe_trainer.errors import OptionError
 
@@ -21,7 +21,7 @@ def _variable(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
-def _option(name: str, default: Any, help_text: str) -> Any:
+def _option(name: str, default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Any:
     """A dataclass field whose default is the variable ``SAFE_TRAINER_<NAME>``, else ``default``."""
 
     def read() -> Any:
@@ -33,10 +33,11 @@ def _option(name: str, default: Any, help_text: str) -> Any:
         except ValueError as error:
             raise OptionError(f"{_variable(name)}={text!r}: {name} takes a {type(default).__name__}.") from error
 
-    return field(
-        default_factory=read,
-        metadata={"help": f"{help_text} Without it, {_variable(name)}; without that, {default!r}."},
-    )
+    # HfArgumentParser hands the metadata to argparse. It would make a field of type Literal required.
+    metadata: dict[str, Any] = {"help": f"{help_text} Without it, {_variable(name)}; without that, {default!r}."}
+    if choices:
+        metadata["choices"] = list(choices)
+    return field(default_factory=read, metadata=metadata)
 
 
 @dataclass
@@ -47,23 +48,26 @@ class CheckpointOptions:
         OptionError: a field has a wrong value.
     """
 
-    storage: Storage = _option(
+    storage: str = _option(
         "storage",
         "auto",
         "Whether all nodes see one run directory: 'auto' looks, 'shared' insists that they do, 'local' insists that "
         "each node has its own; a contradiction is an error before training starts.",
+        choices=get_args(Storage),
     )
-    local_copies: LocalCopies = _option(
+    local_copies: str = _option(
         "local_copies",
         "keep",
         "What stays in checkpoint-N on disks other than home's once home has everything: 'keep' the part that was "
         "written there, 'full' for the whole checkpoint, 'drop' for nothing.",
+        choices=get_args(LocalCopies),
     )
-    verify: Verify = _option(
+    verify: str = _option(
         "verify",
         "digest",
         "How a checkpoint is checked before resuming from it: 'digest' reads every byte, 'size' compares sizes and "
         "structure, 'off' only asks whether the files are there.",
+        choices=get_args(Verify),
     )
     timeout_s: float = _option(
         "timeout_s",
@@ -83,16 +87,24 @@ class CheckpointOptions:
     )
 
     def __post_init__(self) -> None:
-        types = get_type_hints(type(self))
         for option in dataclasses.fields(self):
-            self._check(option.name, getattr(self, option.name), get_args(types[option.name]))
+            self._check(option.name, getattr(self, option.name), option.metadata.get("choices"))
 
     @staticmethod
-    def _check(name: str, value: Any, choices: tuple[str, ...]) -> None:
-        origin = f" (from {_variable(name)})" if os.environ.get(_variable(name)) == str(value) else ""
-        if choices:
+    def _check(name: str, value: Any, choices: list[str] | None) -> None:
+        text = os.environ.get(_variable(name))
+        where = f" (from {_variable(name)}={text!r})" if _reads_as(text, value) else ""
+        if choices is not None:
             if value not in choices:
                 allowed = ", ".join(repr(choice) for choice in choices)
-                raise OptionError(f"{name}={value!r}{origin}: choose one of {allowed}.")
+                raise OptionError(f"{name}={value!r}{where}: choose one of {allowed}.")
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise OptionError(f"{name}={value!r}{origin}: give a number of seconds greater than 0.")
+            raise OptionError(f"{name}={value!r}{where}: give a number of seconds greater than 0.")
+
+
+def _reads_as(text: str | None, value: Any) -> bool:
+    """Whether a variable's text gives ``value``, nan included."""
+    try:
+        return text is not None and str(type(value)(text)) == str(value)
+    except (TypeError, ValueError):
+        return False

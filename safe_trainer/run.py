@@ -7,10 +7,11 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from safe_trainer.channel import Channel
 from safe_trainer.commit import Generation, RunDirectory
-from safe_trainer.options import CheckpointOptions
+from safe_trainer.options import CheckpointOptions, Storage
 from safe_trainer.topology import Domain, Topology, find_topology
 
 
@@ -74,7 +75,7 @@ def open_run(
     topology = find_topology(
         channel,
         run_directory,
-        storage=options.storage,
+        storage=cast(Storage, options.storage),
         visibility_timeout_s=options.visibility_timeout_s,
     )
     directory = RunDirectory(run_directory, lock_timeout_s=options.lock_timeout_s)

@@ -45,9 +45,12 @@ T = TypeVar("T")
 # A bar only appears where a gather takes longer than this.
 BAR_DELAY_S = 1.0
 
-# Files that the stock Trainer and DeepSpeed write on purpose on several nodes (save_on_each_node), with content that
-# may differ between them: paths, times, and node-local settings. Home's copy counts.
-WRITTEN_ON_EVERY_NODE = frozenset({"trainer_state.json", "training_args.bin", "latest", "zero_to_fp32.py", "README.md"})
+# What the stock Trainer and DeepSpeed write on purpose on several nodes (save_on_each_node). Home's copy counts.
+# Pickles and JSON files differ in their bytes though they mean the same: by paths, times, and objects shared or not.
+_WRITTEN_ON_EVERY_NODE = re.compile(
+    r"trainer_state\.json|training_args\.bin|README\.md|latest|zero_to_fp32\.py"
+    r"|(optimizer|scheduler|scaler)\.pt|[^/]+/mp_rank_\d+_model_states\.pt"
+)
 
 # Where a file's name tells which rank wrote it: RNG states, DeepSpeed's shards, torch.distributed.checkpoint's.
 _RANK_IN_NAME = (
@@ -462,7 +465,7 @@ def choose_copies(entries: Sequence[dict[str, FileEntry]], topology: Topology) -
     for domain in topology.domains:
         for path, entry in _merge(entries, domain).items():
             first = chosen.setdefault(path, entry)
-            if not first.same_content(entry) and path not in WRITTEN_ON_EVERY_NODE:
+            if not first.same_content(entry) and not _WRITTEN_ON_EVERY_NODE.fullmatch(path):
                 raise CheckpointError(
                     f"{path} was written with different content by rank {first.rank} ({first.size} bytes) and by rank "
                     f"{entry.rank} ({entry.size} bytes) on another disk. A checkpoint has one file of a name: let each "

@@ -247,14 +247,24 @@ class SafeCheckpointMixin(_TrainerBase):
 
     @contextlib.contextmanager
     def _one_writer_per_disk(self, run: Run) -> Iterator[None]:
-        """With ``save_on_each_node``, nodes that share a disk would write the same files at once; one of them does."""
+        """With ``save_on_each_node``, nodes that share a disk would write the same files at once, and damage them (seen
+        with DeepSpeed's model states). So one rank of each disk writes what is no rank's own."""
+        if run.topology.is_leader:
+            yield
+            return
         flag = self.args.save_on_each_node
-        if flag and not run.topology.is_leader:
-            self.args.save_on_each_node = False
+        self.args.save_on_each_node = False
+        engine: Any = getattr(self, "deepspeed", None)
+        # In ZeRO-3 model states are each rank's own, too; below, one rank of a node writes them for all.
+        replicates = engine is not None and engine.use_node_local_storage() and engine.zero_optimization_stage() < 3
+        if replicates:
+            writes_model_states, engine.save_non_zero_checkpoint = engine.save_non_zero_checkpoint, False
         try:
             yield
         finally:
             self.args.save_on_each_node = flag
+            if replicates:
+                engine.save_non_zero_checkpoint = writes_model_states
 
     def _rotation(self) -> Rotation:
         return Rotation(

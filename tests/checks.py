@@ -86,11 +86,17 @@ def _content(path: Path) -> Any:
         # What differs are the paths and the devices; which fields there are must be the same.
         return sorted(vars(torch.load(path, weights_only=False)))
     if path.suffix in (".pt", ".pth", ".bin"):
-        return torch.load(path, weights_only=False, map_location="cpu")
+        content = torch.load(path, weights_only=False, map_location="cpu")
+        # DeepSpeed's configuration says whether disks are node-local; two runs may differ in just that.
+        return _without(content, "ds_config") if path.name.endswith("model_states.pt") else content
     if path.name == ".metadata":
         with path.open("rb") as stream:
             return _metadata(pickle.load(stream))
     return path.read_bytes()
+
+
+def _without(content: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if name != key}
 
 
 def _metadata(metadata: Any) -> Any:

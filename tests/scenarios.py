@@ -108,6 +108,24 @@ class FailsOnRank(SafeTrainer):
         super()._save_rng_state(output_dir)
 
 
+class Scored(SafeTrainer):
+    """An evaluation that gives each step the score it is told.
+
+    Args:
+        scores: by step, as a string; 0 where there is none.
+    """
+
+    def __init__(self, *args: Any, scores: dict[str, float], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._scores = scores
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = {"eval_score": self._scores.get(str(self.state.global_step), 0.0)}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
 class PreemptedAtStep3(SafeTrainer):
     """Every rank is told at step 3 to save and stop, as the just-in-time checkpoint does after SIGTERM to all."""
 

@@ -133,22 +133,26 @@ def _train(
 ) -> dict[str, Json]:
     trainer = build()
     record.attach(trainer)
-    started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=resume)
-    seconds = time.perf_counter() - started
-    _check_engine(engine, trainer)
-    return {
-        "losses": record.losses,
-        "first_step": record.first_step,
-        "resumed_from": record.resumed_from,
-        "log_history": trainer.state.log_history,
-        "global_step": trainer.state.global_step,
-        "best_model_checkpoint": trainer.state.best_model_checkpoint,
-        "best_metric": trainer.state.best_metric,
-        "parameters_digest": parameters_digest(trainer.model),
-        "seconds": round(seconds, 3),
-        "inspect": resolve(inspect)(trainer) if inspect else None,
-    }
+    try:
+        started = time.perf_counter()
+        trainer.train(resume_from_checkpoint=resume)
+        seconds = time.perf_counter() - started
+        _check_engine(engine, trainer)
+        return {
+            "losses": record.losses,
+            "first_step": record.first_step,
+            "resumed_from": record.resumed_from,
+            "log_history": trainer.state.log_history,
+            "global_step": trainer.state.global_step,
+            "best_model_checkpoint": trainer.state.best_model_checkpoint,
+            "best_metric": trainer.state.best_metric,
+            "parameters_digest": parameters_digest(trainer.model),
+            "seconds": round(seconds, 3),
+            "inspect": resolve(inspect)(trainer) if inspect else None,
+        }
+    finally:
+        if trainer.deepspeed is not None:
+            trainer.deepspeed.destroy()  # hooks that only C++ can see keep the engine from the garbage collector
 
 
 # --- Model and data -----------------------------------------------------------------------------------------
@@ -378,12 +382,19 @@ def _forget_deepspeed() -> None:
     if "deepspeed" not in sys.modules:
         return
     from deepspeed.comm import comm
+    from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import shutdown_init_context
     from deepspeed.utils import groups
 
     comm.cdb = None  # not destroy_process_group(): that would end the default group of torch as well
     groups._release_process_group_references()
     shutdown_init_context()
+    # ZeRO-3 keeps its models, and through them its engines and their process groups, in a list that it does not
+    # empty and as keys of a cache around a method.
+    parameter_offload.FWD_MODULE_STACK.clear()
+    for item in gc.get_objects():
+        if isinstance(item, functools._lru_cache_wrapper) and item.__module__.startswith("deepspeed."):
+            item.cache_clear()
 
 
 def _destroy_subgroups() -> None:

@@ -22,13 +22,14 @@ from tests.cluster import Cluster, Isolation
 from tests.demo import NODES, RANKS_PER_NODE
 from tests.demo.terminal import Terminal
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> int:
     """Runs the demo; returns the exit code."""
     isolation: Isolation = _parser().parse_args().isolation
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, _interrupt)
     with tempfile.NamedTemporaryFile(prefix="safe-trainer-demo-", suffix=".log", delete=False) as file:
         log = Path(file.name)
@@ -91,8 +92,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
-    """Ctrl-C and SIGTERM end the demo with everything cleaned up; a second one does not cut that short."""
-    for other in (signal.SIGINT, signal.SIGTERM):
+    """Ctrl-C and the like end the demo with everything cleaned up; a second one does not cut that short."""
+    for other in SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt
 

@@ -1,6 +1,6 @@
-"""What the demo does on every rank: it runs `tests.demo.train` and watches.
+"""What the demo does on every rank: it runs the script `tests.demo.train` and watches.
 
-The script is run as it is. In its place for the Trainer class comes one that also writes down what happens.
+The script is run as it is; only the name SafeTrainer in it stands for a class that also writes down what happens.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def run_stock(output_dir: str) -> Observation:
     return _run(output_dir, _StockTrainer)
 
 
-def run_safe(output_dir: str, *, alone: bool = True, stalling_file: str | None = None) -> Observation:
+def run_safe(output_dir: str, *, one_disk: bool = False, stalling_file: str | None = None) -> Observation:
     """The script with SafeTrainer.
 
     Args:
         output_dir: Run directory.
-        alone: Whether this node cannot see the disks of others, as it should be.
+        one_disk: Whether the nodes' disks are but two directories on one, for want of namespaces.
         stalling_file: Part of the path of a file that gets stuck when this rank has written half of it.
     """
     with contextlib.ExitStack() as stack:
-        if not alone:
+        if one_disk:
             stack.enter_context(_unseen_neighbours())
         if stalling_file:
             stack.enter_context(_stalling_disk(stalling_file))
@@ -94,7 +94,7 @@ def _unseen_neighbours() -> contextlib.AbstractContextManager[Any]:
     Where it finds one it refuses to train: one disk with two run directories is a mistake everywhere but here, where
     they stand for two disks.
     """
-    return mock.patch.object(topology, "_seen_elsewhere", lambda visits, rank, seen: [])
+    return mock.patch.object(topology, "_seen_elsewhere", return_value=[])
 
 
 @contextlib.contextmanager

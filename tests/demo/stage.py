@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import psutil
+
 from safe_trainer.layout import RunLayout
 from tests.cluster import Disks, Function, Job, Json, RemoteError, cluster_job
 from tests.demo import NODES, RANKS, RANKS_PER_NODE
@@ -104,6 +106,8 @@ class Stage:
                     return path
             answers = [answer for answer in job.results() if isinstance(answer, RemoteError) and not answer.unanswered]
             self.raise_errors(answers)
+            if _running_launchers() < NODES:
+                raise DemoError(f"the job ended before it wrote {pattern}")
             time.sleep(POLL_INTERVAL_S)
         raise DemoError(f"no file {pattern} in {staging} within {JOB_TIMEOUT_S:.0f} s")
 
@@ -127,3 +131,8 @@ class Stage:
         """Appends to the log."""
         with self.log.open("a") as log:
             log.write(f"===== {title} =====\n{text}\n")
+
+
+def _running_launchers() -> int:
+    """How many nodes have not ended: their launchers are this process's only children."""
+    return sum(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process().children())

@@ -62,7 +62,7 @@ def interrupt(stage: Stage) -> None:
     terminal.section("The same script with SafeTrainer")
     terminal.say("It starts afresh, on two empty disks.")
     slow_disk = {"stalling_file": _shard(RANKS[-1], SECOND)}
-    with stage.job(run_safe, disks, slow_disk, alone=stage.has_namespaces) as job:
+    with stage.job(run_safe, disks, slow_disk, one_disk=not stage.has_namespaces) as job:
         torn = stage.wait_for_file(job, disks.node(1), f"*/{SECOND}/{_shard(RANKS[-1], SECOND)}")
         _show_whole(terminal, disks.node(0) / FIRST, stage.stock_disks)
         terminal.section("A power cut in the middle of the next save")
@@ -83,7 +83,7 @@ def resume(stage: Stage, stock: Sequence[Observation]) -> list[Observation]:
     terminal.section("The same command again")
     terminal.say('The script has trainer.train(resume_from_checkpoint="auto"); nobody copies files.')
     manifest = _manifest(disks.node(0) / FIRST)
-    seen = stage.observe(run_safe, disks, alone=stage.has_namespaces)
+    seen = stage.observe(run_safe, disks, one_disk=not stage.has_namespaces)
     _claim_delivered(terminal, seen, manifest)
     _show_losses(terminal, _mean_losses(seen))
     steps = [str(step) for step in range(SAVE_STEPS + 1, MAX_STEPS + 1)]
@@ -270,7 +270,7 @@ def _state(checkpoint: Path) -> str:
         return "not finished"
     if _damaged(checkpoint, verdict.manifest):
         return "DAMAGED"
-    return "the part that this node wrote" if verdict.is_part else "whole"
+    return "this node's part" if verdict.is_part else "whole"
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,25 @@ from typing import Any
 import pytest
 
 from tests import checks
-from tests.cluster import Cluster, Layout
+from tests.cluster import Cluster, Disks, Layout
 from tests.distributed.runs import TIMEOUT_S, run_directories, train
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
-# The loss falls, so "greater is better" makes an early step the best one.
-EARLY_BEST = {**EVALUATED, "metric_for_best_model": "loss", "greater_is_better": True}
+SCORED = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score", "greater_is_better": True}
+
+
+def train_scored(
+    cluster: Cluster, disks: Disks, engine: str = "ddp", *, scores: dict[str, float], args: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Train with an evaluation that gives step N the score ``scores["N"]``, else 0."""
+    return train(
+        cluster,
+        disks,
+        engine,
+        eval=True,
+        trainer="tests.scenarios:Scored",
+        trainer_kwargs={"scores": scores},
+        args={**SCORED, **args},
+    )
 
 
 @pytest.mark.parametrize(("limit", "left"), [(1, [6]), (2, [4, 6])])
@@ -32,9 +46,9 @@ def test_save_total_limit_holds_on_every_disk(two_nodes: Cluster, limit: int, le
 def test_best_model_is_loaded_on_every_rank(two_nodes: Cluster, engine: str) -> None:
     """L5: stock warns on node 1 and ends with replicas that differ."""
     disks = two_nodes.disks("split", "best")
-    args = {**EARLY_BEST, "load_best_model_at_end": True, "save_total_limit": 2}
+    args = {"load_best_model_at_end": True, "save_total_limit": 2}
 
-    results = train(two_nodes, disks, engine, eval=True, args=args)
+    results = train_scored(two_nodes, disks, engine, scores={"2": 1.0}, args=args)
 
     reference = train(two_nodes, two_nodes.disks("split", "reference"), engine, stop_after=2)
     assert {result["best_model_checkpoint"] for result in results} == {f"{disks.path}/run/checkpoint-2"}
@@ -47,7 +61,9 @@ def test_best_model_is_loaded_on_every_rank(two_nodes: Cluster, engine: str) -> 
 def test_limit_of_one_leaves_only_the_best_at_the_end_on_every_disk(two_nodes: Cluster) -> None:
     disks = two_nodes.disks("split", "best")
 
-    train(two_nodes, disks, eval=True, args={**EARLY_BEST, "load_best_model_at_end": True, "save_total_limit": 1})
+    args = {"load_best_model_at_end": True, "save_total_limit": 1}
+
+    train_scored(two_nodes, disks, scores={"2": 1.0}, args=args)
 
     for directory in run_directories(disks):
         assert checks.checkpoints(directory) == [2]
@@ -57,25 +73,24 @@ def test_limit_of_one_leaves_only_the_best_at_the_end_on_every_disk(two_nodes: C
 @pytest.mark.parametrize("layout", ["shared", "split"])
 def test_save_strategy_best_saves_only_improvements(two_nodes: Cluster, layout: Layout) -> None:
     disks = two_nodes.disks(layout, "best")
-    args = {**EARLY_BEST, "eval_steps": 1, "save_strategy": "best"}
+    args = {"eval_steps": 1, "save_strategy": "best"}
 
-    results = train(two_nodes, disks, eval=True, steps=4, args=args)
+    results = train_scored(two_nodes, disks, scores={"1": 0.1, "3": 0.3, "4": 0.2}, args=args)
 
     home = run_directories(disks)[0]
-    losses = [entry["eval_loss"] for entry in results[0]["log_history"] if "eval_loss" in entry]
-    best = [step for step in range(1, 5) if losses[step - 1] == max(losses[:step])]
-    assert checks.checkpoints(home) == best
-    assert results[0]["best_model_checkpoint"] == f"{disks.path}/run/checkpoint-{best[-1]}"
-    for step in best:
+    assert checks.checkpoints(home) == [1, 3]
+    assert {result["best_model_checkpoint"] for result in results} == {f"{disks.path}/run/checkpoint-3"}
+    for step in (1, 3):
         checks.assert_matches_manifest(home / f"checkpoint-{step}")
+    state = json.loads((home / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == f"{disks.path}/run/checkpoint-3"
 
 
 def test_best_names_only_committed_checkpoints(two_nodes: Cluster) -> None:
     """U7: the best step is evaluated but not saved."""
     disks = two_nodes.disks("split", "best")
-    args = {**EARLY_BEST, "eval_steps": 1, "save_steps": 3}
 
-    results = train(two_nodes, disks, eval=True, args=args)
+    results = train_scored(two_nodes, disks, scores={"2": 1.0}, args={"eval_steps": 1, "save_steps": 3})
 
     assert checks.checkpoints(run_directories(disks)[0]) == [3, 6]
     assert {result["best_model_checkpoint"] for result in results} == {None}
@@ -179,7 +194,7 @@ def test_push_reads_the_committed_checkpoint_and_nothing_of_ours(two_nodes: Clus
 def test_just_in_time_checkpoint_leaves_no_sentinel(two_nodes: Cluster, layout: Layout) -> None:
     disks = two_nodes.disks(layout, "jit")
 
-    results = train(
+    train(
         two_nodes,
         disks,
         trainer="tests.scenarios:PreemptedAtStep3",
@@ -188,7 +203,6 @@ def test_just_in_time_checkpoint_leaves_no_sentinel(two_nodes: Cluster, layout: 
     )
 
     home = run_directories(disks)[0]
-    assert {result["global_step"] for result in results} == {2}
     assert checks.checkpoints(home) == [2]
     checks.assert_matches_manifest(home / "checkpoint-2")
     for directory in run_directories(disks):

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint import save as save_distributed
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from safe_trainer.commit import Generation, RunDirectory, fsync_file
 from safe_trainer.integrity import digest_file
@@ -31,7 +31,9 @@ def write_files(root: Path, files: Mapping[str, bytes]) -> None:
 def entry_of(root: Path, path: str, *, rank: int = 0) -> FileEntry:
     """The entry of a file as it is now."""
     info = (root / path).stat()
-    return FileEntry(path=path, size=info.st_size, digest=digest_file(root / path), rank=rank, mode=info.st_mode & 0o777)
+    return FileEntry(
+        path=path, size=info.st_size, digest=digest_file(root / path), rank=rank, mode=info.st_mode & 0o777
+    )
 
 
 def manifest_of(checkpoint: Path, *, step: int = 1, scope: Scope = "full", save_id: str = "a-save") -> Manifest:

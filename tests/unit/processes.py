@@ -1,6 +1,7 @@
 """Processes for unit tests: real gloo ranks, and children that are killed on purpose.
 
-They are forked, so that torch is not imported again and a test can hand over a closure. Whoever has not answered by
+They are forked, so that torch is not imported again and a test can hand over a closure; what a closure patches in
+its child (``monkeypatch`` works there too) the test itself does not see. Whoever has not answered by
 the deadline is killed, and the test fails and says who it was.
 """
 
@@ -17,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -90,7 +90,8 @@ def run_ranks_that_may_die(
             return body(Channel.open(timeout_s=channel_timeout_s))
 
         with _children([lambda rank=rank: rank_main(rank) for rank in range(count)]) as children:  # type: ignore[misc]
-            return _collect(children)
+            answers: list[Answer[T]] = _collect(children)
+            return answers
 
 
 def run_in_child(body: Callable[[], T]) -> T:
@@ -99,7 +100,8 @@ def run_in_child(body: Callable[[], T]) -> T:
         (answer,) = _collect(children)
     if answer.problem is not None:
         pytest.fail(answer.problem)
-    return answer.given()
+    result: T = answer.given()
+    return result
 
 
 def killed(body: Callable[[], object]) -> bool:
@@ -189,4 +191,3 @@ def _collect(children: list[_Child]) -> list[Answer[Any]]:
         if not ready:
             answers.update({rank: Answer(problem="hangs") for rank in waiting.values()})
     return [answers[rank] for rank in range(len(children))]
-

@@ -291,8 +291,10 @@ def _record_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         real_rename(source, target)
 
     def record_exchange(first: Path, second: Path) -> bool:
-        calls.append(("rename", str(second)))
-        return real_exchange(first, second)
+        exchanged = real_exchange(first, second)
+        if exchanged:
+            calls.append(("rename", str(second)))
+        return exchanged
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)
@@ -515,7 +517,7 @@ def _someone_who_keeps_writing(directory: Path) -> Iterator[None]:
 
     def write() -> None:
         number = 0
-        while not stop.is_set():
+        while not stop.wait(0.0005):
             number += 1
             with contextlib.suppress(FileNotFoundError):
                 os.close(os.open(f"late-{number}", os.O_CREAT | os.O_WRONLY, dir_fd=descriptor))
@@ -612,7 +614,7 @@ def test_removing_several_takes_each_in_one_step(tmp_path: Path, monkeypatch: py
     directory = start_run(tmp_path)
     for step in (10, 20, 30):
         save(directory, step, NEW)
-    partial = []
+    partial: list[Path] = []
     _before_each_step(
         monkeypatch,
         lambda: partial.extend(path for _, path in list_checkpoints(tmp_path) if contents(path) != NEW),
@@ -870,9 +872,7 @@ class _LibraryWhoseRenameFails:
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def test_a_file_system_that_cannot_exchange_says_no(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_file_system_that_cannot_exchange_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: _LibraryWhoseRenameFails(code))
     assert not exchange(tmp_path / "a", tmp_path / "b")
 

@@ -156,9 +156,7 @@ def test_with_a_manifest_a_flipped_byte_is_seen_by_digest(sealed: Callable[[str]
 
 @pytest.mark.parametrize("verify", ["off", "size", "digest"])
 @pytest.mark.parametrize("path", FILES)
-def test_with_a_manifest_every_missing_file_is_named(
-    sealed: Callable[[str], Path], path: str, verify: Verify
-) -> None:
+def test_with_a_manifest_every_missing_file_is_named(sealed: Callable[[str], Path], path: str, verify: Verify) -> None:
     checkpoint = sealed(FILES[path])
     (checkpoint / path).unlink()
     assert problems(checkpoint, verify) == f"{path} is missing"

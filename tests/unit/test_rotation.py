@@ -156,7 +156,9 @@ def test_on_another_disk_goes_what_home_has_no_longer(tmp_path: Path) -> None:
     assert stale_steps(tmp_path, [10, 20, 30, 40]) == []
 
 
-@pytest.mark.parametrize(("other", "same"), [("a", True), ("a/", True), ("./b/../a", True), ("link", True), ("b", False)])
+@pytest.mark.parametrize(
+    ("other", "same"), [("a", True), ("a/", True), ("./b/../a", True), ("link", True), ("b", False)]
+)
 def test_directories_are_compared_by_what_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, same: bool
 ) -> None:
