@@ -52,7 +52,7 @@ class CheckpointOptions:
         "storage",
         "auto",
         "Whether all nodes see one run directory: 'auto' looks, 'shared' insists that they do, 'local' insists that "
-        "each node has its own; a contradiction is an error before training starts.",
+        "each node has a directory of its own; a contradiction is an error before training starts.",
         choices=get_args(Storage),
     )
     local_copies: str = _option(

@@ -152,7 +152,7 @@ def find_topology(channel: Channel, run_directory: Path, *, storage: Storage, vi
         run_directory: this rank's run directory; made where it does not exist. It may differ between nodes whose
             disks differ.
         storage: what the user insists on. ``shared`` looks for as long as ``visibility_timeout_s`` before it gives
-            up, ``local`` believes absence at once.
+            up; ``local`` believes absence at once, and that different run directories on one disk are meant so.
         visibility_timeout_s: see :class:`~safe_trainer.options.CheckpointOptions`.
 
     Raises:
@@ -191,7 +191,8 @@ def find_topology(channel: Channel, run_directory: Path, *, storage: Storage, vi
         _remove_token(tokens, visits[channel.rank].token)
     seen = [sight[0] for sight in sights]
     _check_equivalence(seen, visits)
-    _check_one_directory_per_disk([sight[1] for sight in sights], visits)
+    if storage != "local":
+        _check_one_directory_per_disk([sight[1] for sight in sights], visits)
     domains = tuple(Domain(tuple(sorted(group))) for group in sorted(set(seen), key=min))
     numbers: dict[tuple[str, str], int] = {}
     nodes = tuple(numbers.setdefault(visit.node, len(numbers)) for visit in visits)
@@ -303,8 +304,8 @@ def _check_one_directory_per_disk(elsewhere: list[frozenset[int]], visits: list[
         for other in sorted(others):
             raise StorageError(
                 f"{_name(rank, visits)} and {_name(other, visits)} are on one disk but have different run directories, "
-                "so no checkpoint would be whole. Give all ranks the same output_dir (a time stamp in its name must be "
-                "taken once and passed to every node)."
+                "as if each node had a disk of its own. Give all ranks the same output_dir: a time stamp in its name "
+                "must be taken once and passed to every node. If each node is to have its own, set storage='local'."
             )
 
 

@@ -74,9 +74,7 @@ class SafeCheckpointMixin(_TrainerBase):
         self._best_in_checkpoint: str | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(_RunCallback(self))
-        package_logger = logging.getLogger("safe_trainer")
-        if package_logger.level == logging.NOTSET:
-            package_logger.setLevel(self.args.get_process_log_level())
+        _set_up_logging(self.args)
 
     # --- training ---
 
@@ -355,6 +353,21 @@ def make_safe(trainer_class: type[Trainer]) -> type[Trainer]:
     return cast(
         "type[Trainer]", type(f"Safe{trainer_class.__name__}", (SafeCheckpointMixin, trainer_class), attributes)
     )
+
+
+def _set_up_logging(args: TrainingArguments) -> None:
+    """Show one line per save, unless the user has set the package's logger up or asked for less (``log_level``).
+
+    As in transformers, a handler is only added where the program has none.
+    """
+    package = logging.getLogger("safe_trainer")
+    if package.level == logging.NOTSET:
+        package.setLevel(logging.INFO if args.log_level == "passive" else args.get_process_log_level())
+    if not package.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(levelname)s|safe_trainer] %(message)s"))
+        package.addHandler(handler)
+        package.propagate = False
 
 
 def _normalized(resume_from_checkpoint: str | os.PathLike[str] | bool | None) -> str | bool | None:

@@ -65,7 +65,7 @@ def slow_unlink(rank: int, seconds: float) -> Iterator[None]:
 @contextlib.contextmanager
 def no_exchange(rank: int) -> Iterator[None]:
     """A file system that cannot exchange two directories, as most network ones."""
-    with mock.patch("safe_trainer.commit.exchange", lambda first, second: False):
+    with mock.patch("safe_trainer.commit.exchange", return_value=False):
         yield
 
 
@@ -77,8 +77,8 @@ def sees_nothing(rank: int, blind_rank: int) -> Iterator[None]:
         return
 
     with (
-        mock.patch("safe_trainer.resume.list_checkpoints", lambda run_directory: []),
-        mock.patch("safe_trainer.trainer.list_checkpoints", lambda run_directory: []),
+        mock.patch("safe_trainer.resume.list_checkpoints", return_value=[]),
+        mock.patch("safe_trainer.trainer.list_checkpoints", return_value=[]),
     ):
         yield
 
@@ -118,9 +118,9 @@ def hub_stub(rank: int) -> Iterator[None]:
         self.hub_model_id = "someone/model"
 
     with (
-        mock.patch.object(transformers.trainer, "hf_api", lambda: HUB),
+        mock.patch.object(transformers.trainer, "hf_api", return_value=HUB),
         mock.patch.object(Trainer, "init_hf_repo", no_repository),
-        mock.patch.object(Trainer, "_finish_current_push", lambda self: None),
+        mock.patch.object(Trainer, "_finish_current_push"),
     ):
         yield
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from safe_trainer import CheckpointOptions, SafeCheckpointMixin, SafeTrainer
 from tests import training
 
-# --- trainers --------------------------------------------------------------------------------------------------------
+# --- trainers ---
 
 
 class WritesAround(Trainer):
@@ -51,7 +54,7 @@ class _WritesAroundMixin:
             (checkpoint / "after.json").write_text("{}")
 
 
-class SafeUnderMixin(_WritesAroundMixin, SafeTrainer):
+class SafeUnderMixin(_WritesAroundMixin, SafeTrainer):  # type: ignore[misc]
     """A mixin of the user's before ours."""
 
 
@@ -122,7 +125,7 @@ class Scored(SafeTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         metrics = {"eval_score": self._scores.get(str(self.state.global_step), 0.0)}
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
 
@@ -137,7 +140,7 @@ class PreemptedAtStep3(SafeTrainer):
         return super().training_step(*args, **kwargs)
 
 
-# --- callbacks -------------------------------------------------------------------------------------------------------
+# --- callbacks ---
 
 
 class ListsCheckpointOnSave(TrainerCallback):
@@ -189,7 +192,7 @@ def last_save(trainer: SafeTrainer) -> dict[str, Any]:
     }
 
 
-# --- factories -------------------------------------------------------------------------------------------------------
+# --- factories ---
 
 
 def with_options(*args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> SafeTrainer:
@@ -212,3 +215,41 @@ def search_hyperparameters(*, output_dir: str) -> None:
             n_trials=2,
             backend="optuna",
         )
+
+
+# --- other tools on a committed checkpoint, run on rank 0 ---
+
+
+def merge_with_zero_to_fp32(*, checkpoint: str) -> str | None:
+    """Runs the script that DeepSpeed put beside its shards, as its users do; a digest of the merged weights."""
+    if int(os.environ["RANK"]) != 0:
+        return None
+    with tempfile.TemporaryDirectory() as out:
+        script = os.path.join(checkpoint, "zero_to_fp32.py")
+        subprocess.run([sys.executable, script, checkpoint, out], check=True, capture_output=True, timeout=180)
+        model = training._model("zero2", 1)
+        weights = {
+            name: tensor
+            for file in Path(out).glob("*.bin")
+            for name, tensor in torch.load(file, weights_only=True).items()
+        }
+        for file in Path(out).glob("*.safetensors"):
+            weights.update(load_file(file))
+        result = model.load_state_dict(weights, strict=False)
+        if set(result.missing_keys) - {"lm_head.weight"} or result.unexpected_keys:
+            raise AssertionError(str(result))
+        return training.parameters_digest(model)
+
+
+def adapter_digest(*, checkpoint: str) -> str | None:
+    """The whole model's digest with the adapter as PEFT loads it."""
+    if int(os.environ["RANK"]) != 0:
+        return None
+    from peft import PeftModel
+
+    base = training._model("zero2-lora", 0).get_base_model()  # type: ignore[operator]
+    fresh = training._model("zero2", 0)
+    fresh.load_state_dict(
+        {name.replace(".base_layer", ""): tensor for name, tensor in base.state_dict().items() if "lora_" not in name}
+    )
+    return training.parameters_digest(PeftModel.from_pretrained(fresh, checkpoint))

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from transformers import Trainer
 
-from safe_trainer import make_safe, topology
+from safe_trainer import make_safe
 from safe_trainer.integrity import digest_file
 from safe_trainer.layout import list_files
 from tests.demo import train
@@ -40,7 +40,7 @@ def run_safe(output_dir: str, *, one_disk: bool = False, stalling_file: str | No
     """
     with contextlib.ExitStack() as stack:
         if one_disk:
-            stack.enter_context(_unseen_neighbours())
+            stack.enter_context(_separate_directories())
         if stalling_file:
             stack.enter_context(_stalling_disk(stalling_file))
         return _run(output_dir, make_safe(_WatchedTrainer))
@@ -88,13 +88,9 @@ def _digests(checkpoint: Path) -> dict[str, str]:
     return {path: digest_file(checkpoint / path) for path in list_files(checkpoint)}
 
 
-def _unseen_neighbours() -> contextlib.AbstractContextManager[Any]:
-    """Keeps SafeTrainer from looking for the run directories of other nodes under their own paths.
-
-    Where it finds one it refuses to train: one disk with two run directories is a mistake everywhere but here, where
-    they stand for two disks.
-    """
-    return mock.patch.object(topology, "_seen_elsewhere", return_value=[])
+def _separate_directories() -> contextlib.AbstractContextManager[Any]:
+    """Tells SafeTrainer that different run directories on one disk are meant so: here they stand for two disks."""
+    return mock.patch.dict(os.environ, SAFE_TRAINER_STORAGE="local")
 
 
 @contextlib.contextmanager

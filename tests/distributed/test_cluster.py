@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.cluster import LAYOUTS, REPOSITORY, Cluster, Disks, Json, Layout, RemoteError, ScenarioError, cluster_job
 
-# --- What the ranks are made to do ---------------------------------------------------------------------------
+# --- What the ranks are made to do ---
 
 
 def leave_name(directory: str) -> list[str]:
@@ -89,7 +89,7 @@ def mark_and_meet(directory: str) -> str:
     return "met"
 
 
-# --- Nodes and disks -------------------------------------------------------------------------------------------
+# --- Nodes and disks ---
 
 EXPECTED_LISTINGS = {
     "shared": [["rank0", "rank1", "rank2"]] * 3,
@@ -143,7 +143,7 @@ def test_without_namespaces_nodes_have_different_paths_and_different_disks() -> 
         assert disks.path_on(0) != disks.path_on(1)
 
 
-# --- What goes wrong on ranks ----------------------------------------------------------------------------------
+# --- What goes wrong on ranks ---
 
 
 def test_every_error_is_reported_and_the_ranks_live_on(two_nodes: Cluster) -> None:
@@ -201,7 +201,7 @@ def test_a_rank_that_dies_is_reported(one_process: Cluster) -> None:
     assert one_process.run(is_distributed) == [False], "a new launch does the next scenario"
 
 
-# --- Jobs ------------------------------------------------------------------------------------------------------
+# --- Jobs ---
 
 
 def test_a_power_cut_ends_one_node_and_the_other_reports(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def wait_for(path: Path, timeout_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-# --- Cleaning up -----------------------------------------------------------------------------------------------
+# --- Cleaning up ---
 
 ABANDONED = """
 import time

@@ -65,7 +65,7 @@ def test_committed_checkpoint_is_what_stock_writes(clusters: Clusters, engine: s
         checks.assert_only_checkpoints(directory)
 
 
-# --- resuming --------------------------------------------------------------------------------------------------------
+# --- resuming ---
 
 
 @dataclass(frozen=True)

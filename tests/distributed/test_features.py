@@ -17,7 +17,13 @@ SCORED = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "s
 
 
 def train_scored(
-    cluster: Cluster, disks: Disks, engine: str = "ddp", *, scores: dict[str, float], args: dict[str, Any]
+    cluster: Cluster,
+    disks: Disks,
+    engine: str = "ddp",
+    *,
+    scores: dict[str, float],
+    args: dict[str, Any],
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """Train with an evaluation that gives step N the score ``scores["N"]``, else 0."""
     return train(
@@ -28,6 +34,7 @@ def train_scored(
         trainer="tests.scenarios:Scored",
         trainer_kwargs={"scores": scores},
         args={**SCORED, **args},
+        **options,
     )
 
 

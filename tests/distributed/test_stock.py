@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from tests.cluster import Cluster, Disks
 from tests.conftest import Clusters
@@ -12,9 +15,27 @@ from tests.training import ENGINES, run_training
 
 STEPS = 6
 STOP = 4
+# One engine of each kind; the others differ from these in what is saved, not in how it trains.
+PART_OF_TABLE = ("single", "ddp", "zero2", "zero3", "fsdp2-sharded")
+TABLE = [pytest.param(engine, marks=[] if engine in PART_OF_TABLE else pytest.mark.whole_table) for engine in ENGINES]
 
 
-def train(cluster: Cluster, engine: str, disks: Disks, **options: Any) -> list[dict[str, Any]]:
+class FailAtStep(TrainerCallback):  # type: ignore[misc]
+    """Ends training by an error, on every rank."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            raise RuntimeError("told to fail")
+
+
+def live_engines() -> int:
+    return sum(type(item).__name__ == "DeepSpeedEngine" for item in gc.get_objects())
+
+
+def train(cluster: Cluster, engine: str, disks: Disks, **options: Any) -> list[Any]:
     return cluster.run(run_training, engine=engine, output_dir=disks.path, steps=STEPS, save_steps=STOP, **options)
 
 
@@ -23,7 +44,7 @@ def losses(results: list[dict[str, Any]], first: int, last: int) -> list[list[st
     return [[result["losses"][str(step)] for step in range(first, last + 1)] for result in results]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", TABLE)
 def test_equal_runs_are_equal_and_a_resumed_one_continues_bit_for_bit(clusters: Clusters, engine: str) -> None:
     cluster = clusters.of(engine=engine, layout="shared")
     disks = cluster.disks("shared", "stock")
@@ -46,6 +67,22 @@ def test_all_distributed_engines_train_the_same_model(two_nodes: Cluster) -> Non
 
     reference = as_numbers(runs[0])
     assert [as_numbers(run) for run in runs[1:]] == [pytest.approx(reference, rel=1e-5)] * 3
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2-sharded"])
+def test_a_run_that_fails_leaves_nothing_to_the_next(two_nodes: Cluster, engine: str) -> None:
+    disks = two_nodes.disks("shared", "stock")
+    failing = ["tests.distributed.test_stock:FailAtStep", {"step": 2}]
+    before = train(two_nodes, engine, disks, stop_after=2)
+    processes = two_nodes.run(os.getpid)
+
+    failed = train(two_nodes, engine, disks, raise_errors=False, callbacks=[failing])
+    after = train(two_nodes, engine, disks, stop_after=2)
+
+    assert [error.message for error in failed] == ["told to fail"] * two_nodes.world_size
+    assert losses(after, 1, 2) == losses(before, 1, 2)
+    assert two_nodes.run(live_engines) == [0] * two_nodes.world_size
+    assert two_nodes.run(os.getpid) == processes
 
 
 def test_each_rank_draws_other_random_numbers(two_nodes: Cluster) -> None:
