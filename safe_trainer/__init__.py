@@ -1,4 +1,9 @@
-"""SafeTrainer: complete, atomic checkpoints for Hugging Face's Trainer on several nodes, whatever their disks are."""
+"""SafeTrainer: complete, atomic checkpoints for Hugging Face's Trainer on several nodes, whatever their disks are.
+
+The trainer classes are imported when they are first asked for, so that the rest works without transformers.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from safe_trainer.errors import (
     CheckpointError,
@@ -10,7 +15,9 @@ from safe_trainer.errors import (
 )
 from safe_trainer.options import CheckpointOptions
 from safe_trainer.save import SaveReport
-from safe_trainer.trainer import SafeCheckpointMixin, SafeSeq2SeqTrainer, SafeTrainer, make_safe
+
+if TYPE_CHECKING:
+    from safe_trainer.trainer import SafeCheckpointMixin, SafeSeq2SeqTrainer, SafeTrainer, make_safe
 
 __version__ = "0.1.0"
 
@@ -28,3 +35,11 @@ __all__ = [
     "UnsafePathError",
     "make_safe",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from safe_trainer import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

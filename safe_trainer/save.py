@@ -27,6 +27,7 @@ from safe_trainer.integrity import digest_file, inspect_checkpoint, tensorless_w
 from safe_trainer.layout import (
     STAGING_MARKER_PREFIX,
     FileStat,
+    check_relative_path,
     checkpoint_name,
     checkpoint_step,
     list_checkpoints,
@@ -238,7 +239,10 @@ def _list(run: Run, staged: Path) -> list[dict[str, FileStat]]:
     def list_own_node() -> dict[str, FileStat]:
         return list_files(staged) if run.topology.is_lister() else {}
 
-    return run.channel.together("list files", list_own_node)
+    listed = run.channel.together("list files", list_own_node)
+    for path in (path for listing in listed for path in listing):
+        check_relative_path(path)  # another rank's names are not to be trusted
+    return listed
 
 
 def _digest(run: Run, staged: Path, listed: Sequence[dict[str, FileStat]]) -> list[dict[str, FileEntry]]:
@@ -248,7 +252,7 @@ def _digest(run: Run, staged: Path, listed: Sequence[dict[str, FileStat]]) -> li
     node fsyncs all of its domain's files; where there is nothing to flush that costs next to nothing.
     """
     topology = run.topology
-    files = _merge(listed, topology.domain)
+    files = _as_written(listed, topology)
     peers = topology.node_peers(run.channel.rank)
     to_sync = [path for index, path in enumerate(files) if peers[index % len(peers)] == run.channel.rank]
     digesters = _spread(files, topology)
@@ -460,10 +464,12 @@ def choose_copies(entries: Sequence[dict[str, FileEntry]], topology: Topology) -
     Raises:
         CheckpointError: two domains have one path with different content, and it is none that stock writes on every
             node.
+        UnsafePathError: a path leaves the checkpoint.
     """
     chosen: dict[str, FileEntry] = {}
     for domain in topology.domains:
         for path, entry in _merge(entries, domain).items():
+            check_relative_path(path)
             first = chosen.setdefault(path, entry)
             if not first.same_content(entry) and not _WRITTEN_ON_EVERY_NODE.fullmatch(path):
                 raise CheckpointError(
@@ -479,6 +485,15 @@ def _merge(by_rank: Sequence[dict[str, T]], domain: Domain) -> dict[str, T]:
     for rank in domain.ranks:
         merged.update(by_rank[rank])
     return dict(sorted(merged.items()))
+
+
+def _as_written(listed: Sequence[dict[str, FileStat]], topology: Topology) -> dict[str, FileStat]:
+    """The files of this rank's domain, each as its writer's node sees it: other nodes' caches may lag behind."""
+    files = _merge(listed, topology.domain)
+    for path in files:
+        writers_node = listed[topology.node_peers(writing_rank(path, topology.domain))[0]]
+        files[path] = writers_node.get(path, files[path])
+    return files
 
 
 def _as_committed(own: dict[str, FileEntry], manifest: Manifest) -> set[str]:

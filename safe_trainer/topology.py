@@ -289,6 +289,8 @@ def _name(rank: int, visits: list[_Visit]) -> str:
 
 def _check_equivalence(seen: list[frozenset[int]], visits: list[_Visit]) -> None:
     for rank, others in enumerate(seen):
+        if rank not in others:
+            raise StorageError(f"{_name(rank, visits)} does not see the file that it has just written there.")
         for other in sorted(others):
             if seen[other] != others:
                 missing = min(seen[other] ^ others)

@@ -6,6 +6,8 @@ side by side. Ranks work through the plan in its order, so no two of them ever w
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -81,35 +83,52 @@ def ship(
         CheckpointError: at least one file could not be sent from or stored on this rank.
     """
     buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-    errors: list[Exception] = []
+    problems: list[Exception] = []
     received = 0
     for shipment in shipments:
-        try:
-            if channel.rank == shipment.source:
-                _send_file(channel, shipment, source_root, buffer)
-            elif channel.rank == shipment.destination:
-                received += _receive_file(channel, shipment, destination_root, buffer, progress)
-        except (OSError, CheckpointError) as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+        if channel.rank == shipment.source:
+            problem = _send_file(channel, shipment, source_root, buffer)
+        elif channel.rank == shipment.destination:
+            problem = _receive_file(channel, shipment, destination_root, buffer, progress)
+            received += shipment.entry.size
+        else:
+            continue
+        if problem is not None:
+            problems.append(problem)
+    if problems:
+        raise problems[0]
     return received
 
 
-def _send_file(channel: Channel, shipment: Shipment, root: Path | None, buffer: torch.Tensor) -> None:
-    """Send one file as pairs of a length and that many bytes; a length of 0 ends it, of -1 says that it failed."""
-    try:
-        if root is None:
-            raise CheckpointError(f"rank {channel.rank} was asked for {shipment.entry.path} but has no files")
-        with open(resolve_inside(root, shipment.entry.path), "rb", buffering=0) as stream:
-            view = buffer.numpy().data
-            while count := stream.readinto(view):
-                _send_length(channel, shipment, count)
-                channel.send(buffer[:count], to_rank=shipment.destination)
-    except (OSError, CheckpointError):
-        _send_length(channel, shipment, _FAILED)
-        raise
-    _send_length(channel, shipment, 0)
+def _send_file(channel: Channel, shipment: Shipment, root: Path | None, buffer: torch.Tensor) -> Exception | None:
+    """Send one file as pairs of a length and that many bytes; a length of 0 ends it, of -1 says that it failed.
+
+    Whatever goes wrong with the file is returned. Only the channel's own errors are raised: then nobody can go on.
+    """
+    view = buffer.numpy().data
+    with contextlib.ExitStack() as stack:
+        problem: Exception | None = None
+        count = 0
+        try:
+            stream = stack.enter_context(_open_source(root, shipment.entry.path))
+            count = stream.readinto(view) or 0
+        except Exception as error:
+            problem = error
+        while problem is None and count:
+            _send_length(channel, shipment, count)
+            channel.send(buffer[:count], to_rank=shipment.destination)
+            try:
+                count = stream.readinto(view) or 0
+            except Exception as error:
+                problem = error
+    _send_length(channel, shipment, 0 if problem is None else _FAILED)
+    return problem
+
+
+def _open_source(root: Path | None, path: str) -> io.FileIO:
+    if root is None:
+        raise CheckpointError(f"this rank was asked for {path} but has no files to send")
+    return io.FileIO(resolve_inside(root, path), "rb")
 
 
 def _send_length(channel: Channel, shipment: Shipment, length: int) -> None:
@@ -118,27 +137,25 @@ def _send_length(channel: Channel, shipment: Shipment, length: int) -> None:
 
 def _receive_file(
     channel: Channel, shipment: Shipment, root: Path | None, buffer: torch.Tensor, progress: Progress
-) -> int:
-    entry = shipment.entry
-    sink = _Sink(root, entry)
-    received = 0
+) -> Exception | None:
+    """Receive one file to its end, whatever happens to it here; returns what went wrong."""
     length = torch.empty(1, dtype=torch.int64)
-    while True:
-        channel.receive(length, from_rank=shipment.source)
-        count = int(length.item())
-        if count == _FAILED:
-            sink.abandon()
-            raise CheckpointError(f"{entry.path} could not be read on rank {shipment.source}")
-        if count == 0:
-            break
-        if not 0 < count <= CHUNK_BYTES:
-            raise CheckpointError(f"rank {shipment.source} announced {count} bytes of {entry.path} at once")
-        channel.receive(buffer[:count], from_rank=shipment.source)
-        sink.write(buffer.numpy().data[:count])
-        received += count
-        progress(count)
-    sink.finish()
-    return received
+    with _Sink(root, shipment.entry) as sink:
+        while True:
+            channel.receive(length, from_rank=shipment.source)
+            count = int(length.item())
+            if count == _FAILED:
+                return CheckpointError(f"{shipment.entry.path} could not be read on rank {shipment.source}")
+            if count == 0:
+                return sink.finish()
+            if not 0 < count <= CHUNK_BYTES:
+                raise CheckpointError(
+                    f"rank {shipment.source} announced {count} bytes of {shipment.entry.path} at once; the ranks are "
+                    "out of step. Do they run the same version of safe_trainer?"
+                )
+            channel.receive(buffer[:count], from_rank=shipment.source)
+            sink.write(buffer.numpy().data[:count])
+            progress(count)
 
 
 class _Sink:
@@ -148,50 +165,60 @@ class _Sink:
         self._entry = entry
         self._digest = xxhash.xxh3_128()
         self._descriptor: int | None = None
-        self._error: Exception | None = None
-        self._path: Path | None = None
+        self._problem: Exception | None = None
         try:
             if root is None:
                 raise CheckpointError(f"{entry.path} was sent to a rank that keeps no files")
-            self._path = resolve_inside(root, entry.path)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            path = resolve_inside(root, entry.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
             # O_EXCL: a file of that name that is already there, or a link, is somebody's mistake and is left alone.
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        except (OSError, CheckpointError) as error:
-            self._error = error
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        except Exception as error:
+            self._problem = error
 
-    def write(self, block: memoryview) -> None:
-        if self._error is not None or self._descriptor is None:
-            return
-        try:
-            self._digest.update(block)
-            while block:
-                block = block[os.write(self._descriptor, block) :]
-        except OSError as error:
-            error.filename = str(self._path)
-            self._error = error
+    def __enter__(self) -> _Sink:
+        return self
 
-    def abandon(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
-            self._descriptor = None
 
-    def finish(self) -> None:
+    def write(self, block: memoryview) -> None:
+        """Append ``block``."""
+
+        def append(descriptor: int) -> None:
+            rest = block
+            self._digest.update(rest)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+
+        self._attempt(append)
+
+    def finish(self) -> Exception | None:
+        """Make the file durable and compare its digest; returns what went wrong with it, now or before."""
+
+        def make_durable(descriptor: int) -> None:
+            os.fchmod(descriptor, self._entry.mode)
+            os.fsync(descriptor)
+            if self._digest.hexdigest() != self._entry.digest:
+                raise CheckpointError(
+                    f"{self._entry.path} arrived with other content than it was sent with (digest differs)"
+                )
+
+        self._attempt(make_durable)
+        return self._problem
+
+    def _attempt(self, action: Callable[[int], None]) -> None:
+        """Run ``action`` on the open file, unless something has gone wrong before."""
+        if self._problem is not None or self._descriptor is None:
+            return
         try:
-            if self._error is None and self._descriptor is not None:
-                os.fchmod(self._descriptor, self._entry.mode)
-                os.fsync(self._descriptor)
+            action(self._descriptor)
         except OSError as error:
-            error.filename = str(self._path)
-            self._error = error
-        finally:
-            self.abandon()
-        if self._error is not None:
-            raise self._error
-        if self._digest.hexdigest() != self._entry.digest:
-            raise CheckpointError(
-                f"{self._entry.path} arrived with other content than it was sent with (digest differs)"
-            )
+            error.filename = self._entry.path
+            self._problem = error
+        except Exception as error:
+            self._problem = error
 
 
 def total_bytes_by_destination(shipments: Iterable[Shipment]) -> dict[int, int]:

@@ -5,12 +5,12 @@
 
 Two of them over one backing directory are two nodes that share a disk, each with caches of its own.
 
-What can be wrong from the start: file locks that do not work, no exchange of two names (``RENAME_EXCHANGE``), names that
-others have made and that stay invisible for a while, and the kernel's caches for names, missing names and attributes
+What can be wrong from the start: file locks that do not work; no exchange of two names (``RENAME_EXCHANGE``); names
+that others have made and that stay invisible for a while; the kernel's caches for names, missing names and attributes
 (what makes NFS stale). What can go wrong at a chosen operation: see :class:`Rule`.
 
-It needs Linux, ``/dev/fuse``, ``fusermount3`` (Debian: fuse3) and mfusepy; :func:`why_not` says what is missing. It runs
-in a process of its own (this module as a script), which ends with the ``with`` block, or when the test's process does.
+It needs Linux, ``/dev/fuse``, ``fusermount3`` (Debian: fuse3) and mfusepy; :func:`why_not` says what is missing. It
+runs in a process of its own (this module as a script), which ends with the ``with`` block or with the test's process.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Rule:
     """What happens at some operations. The first rule that matches an operation counts it and applies.
 
     Attributes:
-        operation: ``rename``, ``write``, ``fsync``, ``mkdir``, ``create``, ``open``, ``unlink``, ``rmdir``, ``truncate``,
-            ``getattr``, ``readdir``, ``flock``, ...; ``*`` for every one.
+        operation: ``rename``, ``write``, ``fsync``, ``fsyncdir``, ``mkdir``, ``create``, ``open``, ``unlink``,
+            ``rmdir``, ``truncate``, ``getattr``, ``readdir``, ``flock``, ...; ``*`` for every one.
         path: a pattern for the path inside the file system, which begins with a slash; of a rename, its source.
         nth: from which matching operation on, counted from 1 since the rules were set.
         times: for how many; 0 for all from there on.
@@ -83,6 +83,9 @@ class Rule:
     def applies_to(self, count: int) -> bool:
         """Whether the ``count``-th matching operation is meant."""
         return count >= self.nth and (self.times == 0 or count < self.nth + self.times)
+
+    def as_error(self) -> OSError:
+        return OSError(getattr(errno, self.error or "EIO"), f"by a rule for {self.operation}")
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ class ChaosFS:
             missing_name_cache_s=missing_name_cache_s,
             attribute_cache_s=attribute_cache_s,
         )
+        self._output_file = control / "output"
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ChaosFS:
@@ -170,13 +174,13 @@ class ChaosFS:
         self.set_rules([])
         Path(self._settings.log_file).touch()
         command = [sys.executable, __file__, json.dumps(dataclasses.asdict(self._settings))]
-        self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        if not _within(MOUNT_TIMEOUT_S, lambda: os.path.ismount(self.mount) or self._server_ended()):
+        with open(self._output_file, "wb") as output:
+            self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        _within(MOUNT_TIMEOUT_S, lambda: os.path.ismount(self.mount) or self._server_ended())
+        if not os.path.ismount(self.mount):
+            output_text = self._output_file.read_text(errors="replace")
             self._stop()
-            raise TimeoutError(f"{self.mount} was not mounted within {MOUNT_TIMEOUT_S:g} s")
-        if self._server_ended():
-            self._stop()
-            raise RuntimeError(f"the file system for {self.mount} ended at once; its output says why")
+            raise RuntimeError(f"{self.mount} was not mounted within {MOUNT_TIMEOUT_S:g} s:\n{output_text}")
         return self
 
     def __exit__(
@@ -205,6 +209,7 @@ class ChaosFS:
             # Lazily: a process that a test has killed may still hold a file for a moment.
             subprocess.run(["fusermount3", "-uz", str(self.mount)], check=False, timeout=UNMOUNT_TIMEOUT_S)
         if self._server is not None:
+            self._server.terminate()
             if not _within(UNMOUNT_TIMEOUT_S, self._server_ended):
                 self._server.kill()
             self._server.wait(UNMOUNT_TIMEOUT_S)
@@ -228,9 +233,12 @@ def _library() -> str | None:
 
 # --- the process that serves it ---
 
-_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+_NOTHING_SPECIAL = Rule("nothing")
 
 
 class _Rules:
@@ -243,14 +251,14 @@ class _Rules:
         self._counts: list[int] = []
         self._guard = threading.Lock()
 
-    def match(self, operation: str, path: str) -> Rule | None:
+    def match(self, operation: str, path: str) -> Rule:
         with self._guard:
             self._reload()
             for number, rule in enumerate(self._rules):
                 if rule.matches(operation, path):
                     self._counts[number] += 1
-                    return rule if rule.applies_to(self._counts[number]) else None
-        return None
+                    return rule if rule.applies_to(self._counts[number]) else _NOTHING_SPECIAL
+        return _NOTHING_SPECIAL
 
     def _reload(self) -> None:
         version = self._file.stat().st_ino
@@ -312,18 +320,21 @@ class _Passthrough:
         self._log = open(settings.log_file, "a", buffering=1, encoding="utf-8")  # noqa: SIM115  as long as the process
 
     def _real(self, path: str) -> str:
-        return self._settings.backing + path
+        return (self._settings.backing + path).rstrip("/")
 
-    def _do(self, name: str, path: str, action: Callable[[], T], *, short: Callable[[int], object] | None = None) -> T:
+    def _do(self, name: str, path: str, action: Callable[[], T]) -> T:
         """Carry out one operation, or what a rule makes of it."""
+        return self._do_by_rule(name, path, lambda rule: action())
+
+    def _do_by_rule(self, name: str, path: str, action: Callable[[Rule], T]) -> T:
+        """As :meth:`_do`, for an action that does something else itself where its rule says so."""
         pid = _process_of(self._caller())
         result = "ok"
         try:
             rule = self._rules.match(name, path)
-            if rule is not None:
-                self._misbehave(rule, pid, short)
-            value = action()
-            if rule is not None and rule.kill == "after":
+            self._misbehave(rule, pid)
+            value = action(rule)
+            if rule.kill == "after":
                 os.kill(pid, signal.SIGKILL)
             return value
         except OSError as error:
@@ -332,16 +343,14 @@ class _Passthrough:
         finally:
             self._log.write(json.dumps({"name": name, "path": path, "pid": pid, "result": result}) + "\n")
 
-    def _misbehave(self, rule: Rule, pid: int, short: Callable[[int], object] | None) -> None:
+    def _misbehave(self, rule: Rule, pid: int) -> None:
         time.sleep(rule.delay_s)
         if rule.kill == "before":
             os.kill(pid, signal.SIGKILL)
             time.sleep(KILL_GRACE_S)
             raise OSError(errno.EINTR, "its process was killed")
-        if rule.short_bytes is not None and short is not None:
-            short(rule.short_bytes)
-        if rule.error is not None:
-            raise OSError(getattr(errno, rule.error), f"by rule: {rule.error}")
+        if rule.error is not None and rule.short_bytes is None:
+            raise rule.as_error()
 
     def _make(self, name: str, path: str, action: Callable[[], T]) -> T:
         """An operation that makes ``path``. Its maker knows it, and so does who was told that it exists already."""
@@ -407,12 +416,13 @@ class _Passthrough:
         return self._do("read", path, lambda: os.pread(handle, size, offset))
 
     def write(self, path: str, data: bytes, offset: int, handle: int) -> int:
-        return self._do(
-            "write",
-            path,
-            lambda: os.pwrite(handle, data, offset),
-            short=lambda count: os.pwrite(handle, data[:count], offset),
-        )
+        def put(rule: Rule) -> int:
+            if rule.short_bytes is None:
+                return os.pwrite(handle, data, offset)
+            os.pwrite(handle, data[: rule.short_bytes], offset)
+            raise rule.as_error()
+
+        return self._do_by_rule("write", path, put)
 
     def truncate(self, path: str, length: int, handle: int | None = None) -> None:
         self._do("truncate", path, lambda: os.truncate(self._real(path) if handle is None else handle, length))
@@ -469,19 +479,17 @@ class _Passthrough:
         self._make("link", path, lambda: os.link(self._real(source), self._real(path)))
 
     def rename(self, old: str, new: str, flags: int) -> None:
-        rule = self._rules.match("rename in pieces", old) or Rule("rename")
-        self._do("rename", old, lambda: self._rename(old, new, flags, rule.pieces_s))
+        self._do_by_rule("rename", old, lambda rule: self._rename(self._real(old), self._real(new), flags, rule))
         for path in [self._real(new), *_below(self._real(new))]:
             self._new_names.made_here(path)
 
-    def _rename(self, old: str, new: str, flags: int, pieces_s: float | None) -> None:
+    def _rename(self, old: str, new: str, flags: int, rule: Rule) -> None:
         if flags and not self._settings.exchange:
             raise OSError(errno.EINVAL, "plain renames only")
-        if pieces_s is not None and os.path.isdir(self._real(old)):
-            return _rename_in_pieces(self._real(old), self._real(new), pieces_s)
-        if _LIBC.renameat2(-100, os.fsencode(self._real(old)), -100, os.fsencode(self._real(new)), flags) != 0:
+        if rule.pieces_s is not None and os.path.isdir(old):
+            _rename_in_pieces(old, new, rule.pieces_s)
+        elif _LIBC.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return None
 
     # Attributes.
 
@@ -492,7 +500,8 @@ class _Passthrough:
         self._do("chown", path, lambda: os.chown(self._real(path), user, group))
 
     def utimens(self, path: str, times: tuple[int, int] | None = None) -> None:
-        self._do("utimens", path, lambda: os.utime(self._real(path), ns=times))
+        now = time.time_ns()
+        self._do("utimens", path, lambda: os.utime(self._real(path), ns=times or (now, now)))
 
 
 def _attributes(info: os.stat_result) -> dict[str, int]:
@@ -546,6 +555,7 @@ def _serve(settings: Settings) -> None:
         default_permissions=True,
         fsname="chaosfs",
         subtype="chaosfs",
+        max_threads=10,
         **options,
     )
 

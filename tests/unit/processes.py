@@ -52,12 +52,18 @@ def outcome_of(action: Callable[[], T]) -> T | Raised:
         return Raised(type(error).__name__, str(error), None if cause is None else type(cause).__name__)
 
 
-def run_ranks(body: Callable[[Channel], T], *, count: int = 3, channel_timeout_s: float = CHANNEL_TIMEOUT_S) -> list[T]:
-    """Run ``body`` in ``count`` processes of one gloo job and return what each gave, by rank.
+def run_ranks(
+    body: Callable[[Channel], T],
+    *,
+    count: int = 3,
+    channel_timeout_s: float = CHANNEL_TIMEOUT_S,
+    backend: str = "gloo",
+) -> list[T]:
+    """Run ``body`` in ``count`` processes of one job with this training back end; what each gave, by rank.
 
     A rank that raises, hangs or dies fails the test.
     """
-    answers = run_ranks_that_may_die(body, count=count, channel_timeout_s=channel_timeout_s)
+    answers = run_ranks_that_may_die(body, count=count, channel_timeout_s=channel_timeout_s, backend=backend)
     bad = [f"rank {rank}: {answer.problem}" for rank, answer in enumerate(answers) if answer.problem is not None]
     if bad:
         pytest.fail("\n".join(bad))
@@ -77,7 +83,11 @@ class Answer(Generic[T]):
 
 
 def run_ranks_that_may_die(
-    body: Callable[[Channel], T], *, count: int = 3, channel_timeout_s: float = CHANNEL_TIMEOUT_S
+    body: Callable[[Channel], T],
+    *,
+    count: int = 3,
+    channel_timeout_s: float = CHANNEL_TIMEOUT_S,
+    backend: str = "gloo",
 ) -> list[Answer[T]]:
     """As :func:`run_ranks`, for tests in which a rank raises or dies."""
     with tempfile.TemporaryDirectory(prefix="safe-trainer-ranks-") as directory:
@@ -86,7 +96,7 @@ def run_ranks_that_may_die(
         def rank_main(rank: int) -> T:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             torch.set_num_threads(1)
-            dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=count)
+            dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=count)
             return body(Channel.open(timeout_s=channel_timeout_s))
 
         with _children([lambda rank=rank: rank_main(rank) for rank in range(count)]) as children:  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""Faults of disks, networks and processes, against the real thing."""
