@@ -77,6 +77,10 @@ class _Candidate:
         save_id = None if verdict.manifest is None else verdict.manifest.save_id
         return cls(path.name, checkpoint_step(path.name), state, save_id, verdict.problems)
 
+    def is_copy_of(self, other: _Candidate) -> bool:
+        """Whether both come from one save."""
+        return self.save_id is not None and (self.name, self.save_id) == (other.name, other.save_id)
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -254,39 +258,29 @@ def _survey(run: Run, places: Callable[[], list[Path]]) -> list[list[_Candidate]
 def _in_order(run: Run, candidates: Sequence[Sequence[_Candidate]], *, warn: bool = True) -> list[_Source]:
     """Where to try, best first.
 
-    Home's by step, the highest first. Where home has only the part of a save that another disk has whole (the nodes
-    changed places), that one takes its place in the order. After them what only other disks have.
+    Home's by step, the highest first. Behind each comes the same save on another disk that has it whole: it stands in
+    where home has only a part (the nodes changed places) or a damaged copy. After them what only other disks have.
     """
-    home, *others = candidates
+    home = candidates[0]
+    elsewhere = [
+        (candidate, _Source(candidate.name, candidate.step, domain))
+        for domain, found in zip(run.other_domains, candidates[1:], strict=True)
+        for candidate in found
+        if candidate.state == "complete"
+    ]
+    elsewhere.sort(key=lambda found: _step_key(found[0]), reverse=True)
     sources: list[_Source] = []
     for candidate in sorted(home, key=_step_key, reverse=True):
         if candidate.state == "complete":
             sources.append(_Source(candidate.name, candidate.step, run.topology.home))
-        elif candidate.state == "part":
-            sources += _whole_elsewhere(run, candidate, others)
-        elif warn:
+        elif candidate.state == "broken" and warn:
             _warn_skipped(run, candidate.name, candidate.problems)
-    rest = [
-        _Source(candidate.name, candidate.step, domain)
-        for domain, found in zip(run.other_domains, others, strict=True)
-        for candidate in found
-        if candidate.state == "complete"
-    ]
-    rest.sort(key=lambda source: -1 if source.step is None else source.step, reverse=True)
-    return sources + [source for source in rest if source not in sources]
+        sources += [source for other, source in elsewhere if other.is_copy_of(candidate)]
+    return sources + [source for _, source in elsewhere if source not in sources]
 
 
 def _step_key(candidate: _Candidate) -> int:
     return -1 if candidate.step is None else candidate.step
-
-
-def _whole_elsewhere(run: Run, part: _Candidate, others: Sequence[Sequence[_Candidate]]) -> list[_Source]:
-    return [
-        _Source(candidate.name, candidate.step, domain)
-        for domain, found in zip(run.other_domains, others, strict=True)
-        for candidate in found
-        if candidate.state == "complete" and candidate.save_id == part.save_id
-    ]
 
 
 def _warn_skipped(run: Run, name: str, problems: Sequence[str]) -> None:

@@ -163,9 +163,8 @@ def find_topology(channel: Channel, run_directory: Path, *, storage: Storage, vi
     tokens = RunLayout(run_directory).tokens
 
     def leave_token() -> _Visit:
-        tokens.mkdir(parents=True, exist_ok=True)
         token = f"{uuid.uuid4().hex}-{channel.rank}"
-        (tokens / token).touch()
+        _touch(tokens / token, timeout_s=visibility_timeout_s)
         return _Visit(
             directory=str(run_directory.resolve()),
             token=token,
@@ -214,6 +213,24 @@ def wait_until_visible(path: Path, *, timeout_s: float) -> None:
             f"{path} was written by another rank but has been invisible here for {timeout_s:g} s. If the file system's "
             "caches lag further behind, raise visibility_timeout_s (SAFE_TRAINER_VISIBILITY_TIMEOUT_S)."
         )
+
+
+def _touch(path: Path, *, timeout_s: float) -> None:
+    """Make an empty file and the directories above it, which other nodes may just have made, too.
+
+    Where caches lag, a directory can be there (``mkdir`` says so) and yet be invisible for a while.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            return
+        except (FileExistsError, FileNotFoundError):
+            is_in_the_way = any(parent.is_file() for parent in path.parents)
+            if is_in_the_way or time.monotonic() >= deadline:
+                raise
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _exists(path: Path) -> bool:

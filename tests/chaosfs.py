@@ -99,6 +99,7 @@ class Settings:
     locks: Locks
     exchange: bool
     hide_new_names_s: float
+    stubborn: bool
     name_cache_s: float
     missing_name_cache_s: float
     attribute_cache_s: float
@@ -136,6 +137,7 @@ class ChaosFS:
         locks: ``pass`` for working file locks, else the error that every flock gives.
         exchange: whether two names can be exchanged in one step.
         hide_new_names_s: for how many seconds names that were made elsewhere stay invisible.
+        stubborn: whether they do even after the file system has refused to make one because it exists.
         name_cache_s, missing_name_cache_s, attribute_cache_s: for how many seconds the kernel believes what it knows.
     """
 
@@ -147,6 +149,7 @@ class ChaosFS:
         locks: Locks = "pass",
         exchange: bool = True,
         hide_new_names_s: float = 0.0,
+        stubborn: bool = False,
         name_cache_s: float = 0.0,
         missing_name_cache_s: float = 0.0,
         attribute_cache_s: float = 0.0,
@@ -162,6 +165,7 @@ class ChaosFS:
             locks=locks,
             exchange=exchange,
             hide_new_names_s=hide_new_names_s,
+            stubborn=stubborn,
             name_cache_s=name_cache_s,
             missing_name_cache_s=missing_name_cache_s,
             attribute_cache_s=attribute_cache_s,
@@ -353,11 +357,12 @@ class _Passthrough:
             raise rule.as_error()
 
     def _make(self, name: str, path: str, action: Callable[[], T]) -> T:
-        """An operation that makes ``path``. Its maker knows it, and so does who was told that it exists already."""
+        """An operation that makes ``path``. Its maker sees it, and so does who was told that it exists already."""
         try:
             value = self._do(name, path, action)
         except FileExistsError:
-            self._new_names.made_here(self._real(path))
+            if not self._settings.stubborn:
+                self._new_names.made_here(self._real(path))
             raise
         self._new_names.made_here(self._real(path))
         return value

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,22 @@ from tests import training
 # --- trainers ---
 
 
-class WritesAround(Trainer):
+def _write_around(trainer: Any, trial: Any, save: Callable[[], None]) -> None:
     """As TRL's trainers do: something into checkpoint-N before and after the stock save (case N1)."""
+    checkpoint = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
+    if trainer.args.should_save:
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "before.json").write_text("{}")
+    save()
+    if trainer.args.should_save:
+        (checkpoint / "after.json").write_text("{}")
+
+
+class WritesAround(Trainer):
+    """Somebody's trainer, with the signature of transformers up to 4.46."""
 
     def _save_checkpoint(self, model: Any, trial: Any, metrics: Any = None) -> None:
-        checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        if self.args.should_save:
-            checkpoint.mkdir(parents=True, exist_ok=True)
-            (checkpoint / "before.json").write_text("{}")
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            (checkpoint / "after.json").write_text("{}")
+        _write_around(self, trial, lambda: super(WritesAround, self)._save_checkpoint(model, trial))
 
 
 class MixinBeforeWritesAround(SafeCheckpointMixin, WritesAround):
@@ -40,25 +46,21 @@ class MixinBeforeWritesAround(SafeCheckpointMixin, WritesAround):
 class WritesAroundSafe(SafeTrainer):
     """A user's subclass on top of SafeTrainer."""
 
-    _save_checkpoint = WritesAround.__dict__["_save_checkpoint"]
+    def _save_checkpoint(self, model: Any, trial: Any = None, *args: Any, **kwargs: Any) -> None:
+        _write_around(self, trial, lambda: super(WritesAroundSafe, self)._save_checkpoint(model, trial))
 
 
 class _WritesAroundMixin:
-    def _save_checkpoint(self, model: Any, trial: Any, metrics: Any = None) -> None:
-        checkpoint = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"  # type: ignore[attr-defined]
-        if self.args.should_save:  # type: ignore[attr-defined]
-            checkpoint.mkdir(parents=True, exist_ok=True)
-            (checkpoint / "before.json").write_text("{}")
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        if self.args.should_save:  # type: ignore[attr-defined]
-            (checkpoint / "after.json").write_text("{}")
+    def _save_checkpoint(self, model: Any, trial: Any = None, *args: Any, **kwargs: Any) -> None:
+        parent: Any = super()
+        _write_around(self, trial, lambda: parent._save_checkpoint(model, trial))
 
 
-class SafeUnderMixin(_WritesAroundMixin, SafeTrainer):  # type: ignore[misc]
+class SafeUnderMixin(_WritesAroundMixin, SafeTrainer):
     """A mixin of the user's before ours."""
 
 
-class SafeOverMixin(SafeCheckpointMixin, _WritesAroundMixin, Trainer):
+class SafeOverMixin(SafeCheckpointMixin, _WritesAroundMixin, Trainer):  # type: ignore[misc]
     """A mixin of the user's after ours."""
 
 

@@ -272,3 +272,19 @@ def test_local_copies_are_as_the_option_says(two_nodes: Cluster, copies: str) ->
     else:
         assert checks.checkpoints(other) == []
     checks.assert_only_checkpoints(other)
+
+
+@pytest.mark.parametrize("disable_tqdm", [False, True])
+def test_a_long_gather_shows_a_bar_unless_tqdm_is_disabled(two_nodes: Cluster, disable_tqdm: bool) -> None:
+    disks = two_nodes.disks("split", "bar")
+
+    train(
+        two_nodes,
+        disks,
+        stop_after=2,
+        args={"disable_tqdm": disable_tqdm},
+        patches=["tests.patches:every_gather_is_long"],
+    )
+
+    assert ("gather checkpoint-2:" in two_nodes.log()) is not disable_tqdm
+    assert "saved step 2 to " in two_nodes.log()

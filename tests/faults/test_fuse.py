@@ -127,6 +127,23 @@ def test_saves_go_on_while_names_stay_hidden(late_names: TwoNodes, backing: Path
     assert_whole(backing / "out" / "checkpoint-10", {f"rng_state_{rank}.pth": bytes([rank]) for rank in range(3)})
 
 
+def test_a_start_waits_for_directories_that_exist_and_cannot_be_seen(backing: Path, tmp_path: Path) -> None:
+    with (
+        ChaosFS(backing, tmp_path / "a") as a,
+        ChaosFS(backing, tmp_path / "b", hide_new_names_s=2, stubborn=True) as b,
+    ):
+        nodes = TwoNodes(a, b)
+
+        def body(channel: Channel) -> int:
+            root = nodes.run_directory(channel.rank)
+            if channel.rank == 0:
+                (root / AREA_NAME / "tokens").mkdir(parents=True)
+            channel.together("made on the first node", lambda: None)
+            return len(open_on(root, channel, node=nodes.node_of(channel.rank)).topology.domains)
+
+        assert run_ranks(body) == [1] * 3
+
+
 def test_a_size_that_another_nodes_cache_has_wrong_is_not_taken_for_the_writers(
     stale_caches: TwoNodes, backing: Path, tmp_path: Path
 ) -> None:

@@ -169,6 +169,23 @@ def test_files_added_after_the_commit_are_delivered_too(tmp_path: Path) -> None:
     assert run_ranks(body, count=2) == [WHOLE | {"added.json": "{}"}] * 2
 
 
+@pytest.mark.parametrize("damage", [flipped, cut, Path.unlink])
+def test_a_damaged_copy_on_home_is_mended_from_a_whole_one_on_another_disk(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    def body(channel: Channel) -> tuple[int | None, dict[str, str] | None]:
+        run = start(channel, tmp_path, local_copies="full")
+        save(run, step=STEP - 1)
+        save(run, step=STEP)
+        if channel.rank == 0:
+            damage(tmp_path / f"node0/checkpoint-{STEP}/shards/of_rank_0.bin")
+        found = resume_latest(run)
+        return (None if found is None else found.step), files_of(found)
+
+    assert run_ranks(body, count=2) == [(STEP, WHOLE), (STEP, WHOLE)]
+    checks.assert_matches_manifest(tmp_path / f"node0/checkpoint-{STEP}")
+
+
 def test_the_number_of_collectives_is_the_same_for_few_and_many_files(tmp_path: Path) -> None:
     def count_for(files: int) -> int:
         run = start(NOWHERE, tmp_path / str(files))
