@@ -487,7 +487,7 @@ def test_a_start_that_is_killed_while_it_puts_back_leaves_it_to_the_next(tmp_pat
         assert _kill_save_before(root, "rename", 2, can_exchange=False)
 
         def die_while_starting(root: Path = root, nth: int = nth) -> None:
-            _die_before("any", nth)
+            _die_before("rename", nth)
             start_run(root, 3)
 
         died = killed(die_while_starting)
@@ -495,7 +495,7 @@ def test_a_start_that_is_killed_while_it_puts_back_leaves_it_to_the_next(tmp_pat
         assert contents(root / "checkpoint-10") == OLD
         if not died:
             break
-    assert nth > 3
+    assert nth > 1
 
 
 def test_a_sentinel_only_directory_does_not_cost_the_checkpoint_that_was_moved_aside(tmp_path: Path) -> None:
