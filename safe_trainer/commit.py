@@ -108,6 +108,7 @@ class RunDirectory:
             RunDirectoryTaken: a run of that or a greater number has started meanwhile.
         """
         self.layout.area.mkdir(parents=True, exist_ok=True)
+        fsync_directory(self.layout.root)
         with self.lock():
             current = self._read_generation()
             if current.number >= generation.number:
@@ -157,7 +158,7 @@ class RunDirectory:
         """Finish a replacement that a crash cut between its two renames: the old checkpoint gets its name back."""
         for old in _entries(self.layout.replaced):
             final = self.layout.root / old.name
-            if final.is_dir() and inspect_checkpoint(final, verify="size").complete:
+            if final.is_dir() and inspect_checkpoint(final, verify="size").intact:
                 self.discard(old)
                 continue
             logger.warning("Putting back %s, which a killed save had moved aside.", final)
@@ -205,7 +206,7 @@ class RunDirectory:
         return carried
 
     def commit(self, staged: Path) -> Path:
-        """Give ``staged`` its final name ``checkpoint-N``; the caller has fsynced its files and holds the lock.
+        """Give ``staged`` its final name ``checkpoint-N``; the caller holds the lock and has fsynced its files.
 
         Raises:
             RunDirectoryTaken: a newer run has started; nothing was changed.
@@ -225,12 +226,13 @@ class RunDirectory:
 
     def _replace_by_two_renames(self, staged: Path, final: Path) -> None:
         self.layout.replaced.mkdir(exist_ok=True)
+        fsync_directory(self.layout.area)
         aside = self.layout.replaced / final.name
         if aside.exists():
             self.discard(aside)
         os.rename(final, aside)
-        fsync_directory(self.layout.replaced)
         try:
+            fsync_directory(self.layout.replaced)
             os.rename(staged, final)
         except OSError:
             os.rename(aside, final)

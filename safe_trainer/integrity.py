@@ -31,6 +31,7 @@ from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.options import Verify
 
 READ_BYTES = 4 << 20
+ONLY_A_PART = "it is the part that one node wrote; the whole checkpoint was on another disk"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80\x02"  # torch.save before 1.6, and with _use_new_zipfile_serialization=False
 
@@ -56,7 +57,13 @@ class Verdict:
 
     @property
     def is_part(self) -> bool:
-        return self.manifest is not None and self.manifest.scope == "part"
+        """Whether it is what one disk wrote and kept of a save, with nothing wrong but that."""
+        return self.problems == (ONLY_A_PART,)
+
+    @property
+    def intact(self) -> bool:
+        """Whether it is as it was committed: whole, or a part where only a part was kept."""
+        return self.complete or self.is_part
 
 
 def digest_file(path: Path) -> str:
@@ -93,7 +100,7 @@ def inspect_checkpoint(checkpoint: Path, *, verify: Verify) -> Verdict:
         if (problem := _listed_file_problem(entry, files.get(entry.path), verify)) is not None
     ]
     if manifest.scope == "part":
-        problems.insert(0, "it is the part that one node wrote; the whole checkpoint is on another disk")
+        problems.insert(0, ONLY_A_PART)
     return Verdict(manifest, tuple(problems))
 
 

@@ -3,7 +3,7 @@
 No I/O beyond listing. What one sees on disk::
 
     run directory/
-        checkpoint-10/                      complete, always
+        checkpoint-10/                      whole on home; on other disks the part written there, or whole
             model.safetensors ...           what stock Trainer writes
             checkpoint_manifest.json        see manifest.py
         _safe_trainer/                      everything else that the package keeps; never named checkpoint-*

@@ -65,8 +65,8 @@ class CheckpointOptions:
     verify: str = _option(
         "verify",
         "digest",
-        "How a checkpoint is checked before resuming from it: 'digest' reads every byte, 'size' compares sizes and "
-        "structure, 'off' only asks whether the files are there.",
+        "How a checkpoint is checked before resuming from it: 'digest' reads every byte, 'size' compares sizes (of a "
+        "stock checkpoint: file formats), 'off' only asks whether the files are there.",
         choices=get_args(Verify),
     )
     timeout_s: float = _option(

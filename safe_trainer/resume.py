@@ -1,7 +1,7 @@
 """Resuming: choose a checkpoint, bring it to every disk that lacks it, hand each rank a path.
 
 Home decides. Only where home has no complete checkpoint (its disk is new, or nodes changed places), another disk's
-counts, and home receives it first of all. What is handed over has been checked as ``verify`` says.
+counts, and home receives it too. What is handed over has been checked as ``verify`` says.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from safe_trainer.commit import fsync_file
 from safe_trainer.errors import CheckpointError, IncompleteCheckpointError
 from safe_trainer.integrity import (
     Verdict,
@@ -71,9 +72,7 @@ class _Candidate:
 
     @classmethod
     def of(cls, path: Path, verdict: Verdict) -> _Candidate:
-        state: State = "complete" if verdict.complete else "broken"
-        if verdict.is_part and len(verdict.problems) == 1:
-            state = "part"
+        state: State = "complete" if verdict.complete else "part" if verdict.is_part else "broken"
         save_id = None if verdict.manifest is None else verdict.manifest.save_id
         return cls(path.name, checkpoint_step(path.name), state, save_id, verdict.problems)
 
@@ -174,12 +173,12 @@ def resume_path(run: Run, path: str | os.PathLike[str]) -> Resumption:
     inside = run.channel.together("look for the checkpoint", lambda: _name_in_run_directory(run, own))[0]
     place = _Place(own, False) if inside is None else _Place(run.root / inside, True)
     found = _survey(run, lambda: [place.path] if place.path.is_dir() else [])
+    problems = [problem for domain in found for candidate in domain for problem in candidate.problems]
     for source in _in_order(run, found, warn=False):
         inventory = _take_inventory(run, source, place)
-        if inventory.problems:
-            raise _incomplete(place.path, inventory.problems)
-        return _deliver(run, source, inventory, place)
-    problems = [problem for domain in found for candidate in domain for problem in candidate.problems]
+        if not inventory.problems:
+            return _deliver(run, source, inventory, place)
+        problems += inventory.problems
     raise _incomplete(place.path, problems or ["it does not exist on any node"])
 
 
@@ -212,8 +211,8 @@ def check_world_size(resumption: Resumption, *, world_size: int) -> None:
     if not resumption.has_deepspeed_shards or saved is None or saved == world_size:
         return
     raise CheckpointError(
-        f"{resumption.path} holds DeepSpeed ZeRO shards of {saved} ranks and cannot be loaded by {world_size}. Start "
-        f"{saved} ranks; or convert it with DeepSpeed's ds_to_universal.py and set checkpoint.load_universal in the "
+        f"{resumption.path.name} holds DeepSpeed ZeRO shards of {saved} ranks and cannot be loaded by {world_size}. "
+        f"Start {saved} ranks; or convert it with DeepSpeed's ds_to_universal.py and set checkpoint.load_universal in the "
         "DeepSpeed config; or make weights of it with the zero_to_fp32.py beside it and start a new run from those."
     )
 
@@ -233,10 +232,15 @@ def warn_missing_rng(resumption: Resumption, *, world_size: int) -> None:
 
 def clear_deliveries(run: Run) -> None:
     """Delete the copies that were made for resuming; call it when nobody reads them any more. Not collective."""
-    if run.topology.is_leader:
-        for path in _children(run.directory.layout.delivered):
-            run.directory.discard(path)
-        run.directory.empty_trash()
+    if not run.topology.is_leader:
+        return
+    try:
+        run.directory.check_generation()
+    except CheckpointError:
+        return  # a newer run has started and swept; what is there now is its own
+    for path in _children(run.directory.layout.delivered):
+        run.directory.discard(path)
+    run.directory.empty_trash()
 
 
 # --- choose ---
@@ -273,9 +277,10 @@ def _in_order(run: Run, candidates: Sequence[Sequence[_Candidate]], *, warn: boo
     for candidate in sorted(home, key=_step_key, reverse=True):
         if candidate.state == "complete":
             sources.append(_Source(candidate.name, candidate.step, run.topology.home))
-        elif candidate.state == "broken" and warn:
+        copies = [source for other, source in elsewhere if other.is_copy_of(candidate)]
+        if warn and (candidate.state == "broken" or (candidate.state == "part" and not copies)):
             _warn_skipped(run, candidate.name, candidate.problems)
-        sources += [source for other, source in elsewhere if other.is_copy_of(candidate)]
+        sources += copies
     return sources + [source for _, source in elsewhere if source not in sources]
 
 
@@ -486,6 +491,8 @@ def _settle_delivery(run: Run, inventory: _Inventory, place: _Place, staged: Pat
     if inventory.manifest is not None:
         inventory.manifest.write(staged)
     if place.in_run_directory and (run.topology.is_home or run.options.local_copies == "full"):
+        for path in list_files(staged):
+            fsync_file(staged / path)  # those that were linked or copied; stock never fsyncs
         with run.directory.lock():
             final = run.directory.commit(staged)
             run.directory.release_staging(staged)

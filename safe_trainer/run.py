@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 from safe_trainer.channel import Channel
 from safe_trainer.commit import Generation, RunDirectory
+from safe_trainer.errors import OptionError
 from safe_trainer.options import CheckpointOptions, Storage
 from safe_trainer.topology import Domain, Topology, find_topology
 
@@ -56,6 +58,14 @@ class Run:
         return f"{self.generation.number}-{self.generation.run_id[:8]}-{next(self._counter)}-{purpose}"
 
 
+class _Claim(NamedTuple):
+    """What each rank brings along when a run starts."""
+
+    newest_generation: int
+    run_id: str
+    options: dict[str, Any]
+
+
 def open_run(
     run_directory: Path,
     *,
@@ -70,6 +80,7 @@ def open_run(
     Raises:
         StorageError: see :func:`~safe_trainer.topology.find_topology`.
         RunDirectoryTaken: another job has started at the same moment.
+        OptionError: the options differ between ranks.
         CheckpointError: the run directory cannot be written on some node, or its lock is held.
     """
     topology = find_topology(
@@ -81,12 +92,14 @@ def open_run(
     directory = RunDirectory(run_directory, lock_timeout_s=options.lock_timeout_s)
     run_id = uuid.uuid4().hex
 
-    def newest() -> tuple[int, str]:
-        return (directory.newest_generation() if topology.is_leader else 0), run_id
+    def claim() -> _Claim:
+        newest = directory.newest_generation() if topology.is_leader else 0
+        return _Claim(newest, run_id, dataclasses.asdict(options))
 
-    claims = channel.together("read the run directory's generation", newest)
+    claims = channel.together("read the run directory's generation", claim)
+    _check_same_options([claim.options for claim in claims])
     # Rank 0 names the run. The greatest number over all disks, so that exchanged disks do not set the count back.
-    generation = Generation.following(max(number for number, _ in claims), claims[0][1])
+    generation = Generation.following(max(claim.newest_generation for claim in claims), claims[0].run_id)
 
     def take() -> None:
         if topology.is_leader:
@@ -94,3 +107,13 @@ def open_run(
 
     channel.together("start in the run directory", take)
     return Run(channel, topology, directory, options, generation, dict(saved_by))
+
+
+def _check_same_options(options: list[dict[str, Any]]) -> None:
+    for rank, others in enumerate(options):
+        for name, value in others.items():
+            if value != options[0][name]:
+                raise OptionError(
+                    f"{name} is {options[0][name]!r} on rank 0 and {value!r} on rank {rank}. Give all ranks the same "
+                    "checkpoint options; a SAFE_TRAINER_* variable must be set on every node."
+                )

@@ -308,7 +308,7 @@ class _Decision:
     """What home decided when it committed.
 
     Attributes:
-        kept: the steps that home has after rotating; None where there is no limit.
+        kept: the steps that home has after rotating; None where there is no limit, or rotating failed.
     """
 
     manifest: Manifest
@@ -380,12 +380,16 @@ def _settle_local_copy(
     run: Run, staged: Path, decision: _Decision, entries: Sequence[dict[str, FileEntry]], *, drop: bool
 ) -> None:
     manifest = decision.manifest
+    final = run.directory.layout.checkpoint(manifest.step)
     if run.options.local_copies == "keep":
         manifest = manifest.part(_as_committed(_merge(entries, run.topology.domain), manifest))
         drop = drop or not manifest.files
     with run.directory.lock():
+        run.directory.check_generation()
         if drop:
             run.directory.drop_staging(staged)
+            if os.path.lexists(final):
+                run.directory.discard(final)  # of an earlier save of this step, or of transformers' own making
         else:
             manifest.write(staged)
             run.directory.commit(staged)

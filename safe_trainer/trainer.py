@@ -152,7 +152,11 @@ class SafeCheckpointMixin(_TrainerBase):
             check_world_size(resumption, world_size=run.topology.world_size)
         if run.is_home_leader:
             warn_missing_rng(resumption, world_size=run.topology.world_size)
-        state = json.loads((resumption.path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        state_file = resumption.path / TRAINER_STATE_NAME
+        states = run.channel.together(
+            "read the trainer's state", lambda: json.loads(state_file.read_text(encoding="utf-8"))
+        )
+        state = states[run.channel.rank]
         self._best_in_checkpoint = state.get("best_model_checkpoint")
         self._lineage = Rotation(resumed_step=int(state["global_step"]), steps_at_start=self._lineage.steps_at_start)
 
@@ -196,9 +200,9 @@ class SafeCheckpointMixin(_TrainerBase):
             try:
                 with self._one_writer_per_disk(run):
                     super(SafeCheckpointMixin, self)._save_checkpoint(model, trial, *args, **kwargs)
+                    self._name_best_by_final_path(staged, trial)
             finally:
                 self._staged_run_directory = None
-            self._name_best_by_final_path(staged, trial)
 
         try:
             self.last_save = save_checkpoint(

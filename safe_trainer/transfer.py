@@ -164,12 +164,13 @@ class _Sink:
     def __init__(self, root: Path | None, entry: FileEntry) -> None:
         self._entry = entry
         self._digest = xxhash.xxh3_128()
+        self._path: Path | None = None
         self._descriptor: int | None = None
         self._problem: Exception | None = None
         try:
             if root is None:
                 raise CheckpointError(f"{entry.path} was sent to a rank that keeps no files")
-            path = resolve_inside(root, entry.path)
+            self._path = path = resolve_inside(root, entry.path)
             path.parent.mkdir(parents=True, exist_ok=True)
             # O_EXCL: a file of that name that is already there, or a link, is somebody's mistake and is left alone.
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
@@ -215,7 +216,7 @@ class _Sink:
         try:
             action(self._descriptor)
         except OSError as error:
-            error.filename = self._entry.path
+            error.filename = str(self._path)
             self._problem = error
         except Exception as error:
             self._problem = error
