@@ -212,8 +212,8 @@ def check_world_size(resumption: Resumption, *, world_size: int) -> None:
         return
     raise CheckpointError(
         f"{resumption.path.name} holds DeepSpeed ZeRO shards of {saved} ranks and cannot be loaded by {world_size}. "
-        f"Start {saved} ranks; or convert it with DeepSpeed's ds_to_universal.py and set checkpoint.load_universal in the "
-        "DeepSpeed config; or make weights of it with the zero_to_fp32.py beside it and start a new run from those."
+        f"Start {saved} ranks; or convert it with DeepSpeed's ds_to_universal.py and set checkpoint.load_universal in "
+        "the DeepSpeed config; or make weights of it with the zero_to_fp32.py beside it and start a new run from those."
     )
 
 

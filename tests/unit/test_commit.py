@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import stat
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ from safe_trainer.integrity import file_problem, inspect_checkpoint
 from safe_trainer.layout import AREA_NAME, JIT_SENTINEL_NAME, MANIFEST_NAME, list_checkpoints
 from safe_trainer.manifest import Manifest
 from tests.unit.builders import contents, make_checkpoint, save, stage, start_run, write_files
-from tests.unit.mounts import needs_mounts
+from tests.unit.mounts import leave_mount_namespace, make_read_only, mount_small_disk, needs_mounts
 from tests.unit.processes import kill_self, killed, run_in_child, running
 
 OLD = {"model.safetensors": b"old weights", "rng_state_0.pth": b"0", "rng_state_1.pth": b"1"}
@@ -111,14 +110,16 @@ def test_a_number_that_is_taken_or_passed_cannot_be_taken(tmp_path: Path, number
 
 def test_of_runs_that_start_at_the_same_moment_one_gets_it(tmp_path: Path) -> None:
     (tmp_path / AREA_NAME).mkdir()
-    script = [(lambda name=name: _try_to_take(tmp_path, name)) for name in ("a", "b", "c")]  # type: ignore[misc]
-    threads_results: list[bool] = []
-    threads = [threading.Thread(target=lambda take=take: threads_results.append(run_in_child(take))) for take in script]  # type: ignore[misc]
+    taken: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda name=name: taken.append(run_in_child(lambda: _try_to_take(tmp_path, name))))  # type: ignore[misc]
+        for name in ("a", "b", "c")
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(threads_results) == [False, False, True]
+    assert sorted(taken) == [False, False, True]
 
 
 def _try_to_take(root: Path, run_id: str) -> bool:
@@ -567,18 +568,20 @@ def _unlink_that_lets_others_run() -> Iterator[None]:
 def test_a_mount_inside_a_checkpoint_does_not_stop_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(commit, "DELETE_RETRY_S", 0.01)
     directory = start_run(tmp_path)
     final = save(directory, 10, NEW)
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(final / "sub")], check=True)
-    try:
+
+    def remove_it() -> tuple[bool, str]:
+        leave_mount_namespace()
+        mount_small_disk(final / "sub", size_bytes=4096)
+        monkeypatch.setattr(commit, "DELETE_RETRY_S", 0.01)
         directory.remove_checkpoints([10])
         directory.empty_trash()
-        assert not final.exists()
-        assert "Cannot delete" in caplog.text
-    finally:
-        (mounted,) = directory.layout.trash.glob("*/sub")
-        subprocess.run(["umount", str(mounted)], check=True)
+        return final.exists(), caplog.text
+
+    still_there, said = run_in_child(remove_it)
+    assert not still_there
+    assert "Cannot delete" in said
     directory.empty_trash()
     assert names_in(tmp_path / AREA_NAME) == {"generation.json", "lock"}
 
@@ -587,13 +590,16 @@ def test_a_mount_inside_a_checkpoint_does_not_stop_anything(
 def test_a_checkpoint_that_is_a_mount_stays_whole_and_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = start_run(tmp_path)
     final = save(directory, 10, NEW)
-    subprocess.run(["mount", "--bind", str(final), str(final)], check=True)
-    try:
+
+    def remove_it() -> tuple[dict[str, bytes], str]:
+        leave_mount_namespace()
+        make_read_only(final)
         directory.remove_checkpoints([10])
-        assert contents(final) == NEW
-        assert "Cannot remove" in caplog.text
-    finally:
-        subprocess.run(["umount", str(final)], check=True)
+        return contents(final), caplog.text
+
+    left, said = run_in_child(remove_it)
+    assert left == NEW
+    assert "Cannot remove" in said
 
 
 def test_discarding_what_is_not_there_is_done_already(tmp_path: Path) -> None:

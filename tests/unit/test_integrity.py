@@ -239,18 +239,21 @@ def test_torch_files_of_the_old_format_are_accepted(stock: Callable[[str], Path]
     assert inspect_checkpoint(checkpoint, verify="digest").complete
 
 
-@pytest.mark.parametrize("damage", TRUNCATIONS.values(), ids=TRUNCATIONS)
-@pytest.mark.parametrize("path", sorted(FILES.keys() - SHAPELESS))
+def _noticeable_truncations() -> Iterator[tuple[str, str]]:
+    for path in sorted(FILES.keys() - SHAPELESS):
+        for damage in TRUNCATIONS:
+            if not (path in ENDS_IN_LINE_FEED and damage == "last byte gone"):
+                yield path, damage
+
+
+@pytest.mark.parametrize(("path", "damage"), _noticeable_truncations())
 @pytest.mark.parametrize("verify", ["size", "digest"])
 def test_a_truncated_stock_file_is_found_by_its_structure(
-    stock: Callable[[str], Path], path: str, damage: Damage, verify: Verify
+    stock: Callable[[str], Path], path: str, damage: str, verify: Verify
 ) -> None:
-    if path in ENDS_IN_LINE_FEED and damage is TRUNCATIONS["last byte gone"]:
-        pytest.skip("only a line feed")
     checkpoint = stock(FILES[path])
-    damage(checkpoint / path)
-    assert path.rpartition("/")[2] in problems(checkpoint, verify) or path == "latest"
-    assert not inspect_checkpoint(checkpoint, verify=verify).complete
+    TRUNCATIONS[damage](checkpoint / path)
+    assert path.rpartition("/")[2] in problems(checkpoint, verify)
 
 
 @pytest.mark.parametrize(
