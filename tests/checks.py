@@ -88,7 +88,7 @@ def _content(path: Path) -> Any:
     if path.suffix in (".pt", ".pth", ".bin"):
         content = torch.load(path, weights_only=False, map_location="cpu")
         # DeepSpeed's configuration says whether disks are node-local; two runs may differ in just that.
-        return _without(content, "ds_config") if path.name.endswith("model_states.pt") else content
+        return _without(content, "ds_config") if path.name.endswith("_states.pt") else content
     if path.name == ".metadata":
         with path.open("rb") as stream:
             return _metadata(pickle.load(stream))

@@ -116,6 +116,7 @@ def hub_stub(rank: int) -> Iterator[None]:
 
     def no_repository(self: Trainer, token: str | None = None) -> None:
         self.hub_model_id = "someone/model"
+        self.push_in_progress = None
 
     with (
         mock.patch.object(transformers.trainer, "hf_api", return_value=HUB),

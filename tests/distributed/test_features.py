@@ -274,17 +274,19 @@ def test_local_copies_are_as_the_option_says(two_nodes: Cluster, copies: str) ->
     checks.assert_only_checkpoints(other)
 
 
-@pytest.mark.parametrize("disable_tqdm", [False, True])
-def test_a_long_gather_shows_a_bar_unless_tqdm_is_disabled(two_nodes: Cluster, disable_tqdm: bool) -> None:
-    disks = two_nodes.disks("split", "bar")
+@pytest.mark.parametrize(("disable_tqdm", "step"), [(False, 2), (True, 3)])
+def test_a_long_gather_shows_a_bar_unless_tqdm_is_disabled(two_nodes: Cluster, disable_tqdm: bool, step: int) -> None:
+    disks = two_nodes.disks("split", f"bar-{disable_tqdm}")
 
     train(
         two_nodes,
         disks,
-        stop_after=2,
+        stop_after=step,
+        save_steps=step,
         args={"disable_tqdm": disable_tqdm},
         patches=["tests.patches:every_gather_is_long"],
     )
 
-    assert ("gather checkpoint-2:" in two_nodes.log()) is not disable_tqdm
-    assert "saved step 2 to " in two_nodes.log()
+    # The log is of all tests so far; this one's saves have names of their own.
+    assert (f"gather checkpoint-{step}:" in two_nodes.log()) is not disable_tqdm
+    assert f"saved step {step} to {disks.path}" in two_nodes.log()

@@ -246,7 +246,7 @@ def _noticeable_truncations() -> Iterator[tuple[str, str]]:
                 yield path, damage
 
 
-@pytest.mark.parametrize(("path", "damage"), _noticeable_truncations())
+@pytest.mark.parametrize(("path", "damage"), list(_noticeable_truncations()))
 @pytest.mark.parametrize("verify", ["size", "digest"])
 def test_a_truncated_stock_file_is_found_by_its_structure(
     stock: Callable[[str], Path], path: str, damage: str, verify: Verify
