@@ -143,14 +143,14 @@ def tensorless_weights(checkpoint: Path, paths: Iterable[str]) -> list[str]:
 
 
 def _stock_problems(checkpoint: Path, files: dict[str, FileStat], verify: Verify) -> list[str]:
-    world_size = saved_world_size(checkpoint, files)
+    replicas = _recorded_size(checkpoint, files, key="dp_world_size")
     problems = []
     if TRAINER_STATE_NAME not in files:
         problems.append(f"{TRAINER_STATE_NAME}, which the stock Trainer writes last, is missing")
     problems += _missing_weights(files)
     problems += _missing_training_state(files)
-    problems += _missing_rng_states(files, world_size)
-    problems += _missing_deepspeed_files(checkpoint, files, world_size)
+    problems += _missing_rng_states(files, replicas)
+    problems += _missing_deepspeed_files(checkpoint, files, replicas)
     problems += _missing_listed_files(checkpoint, files)
     if verify != "off":
         problems += [
@@ -193,15 +193,15 @@ def _missing_training_state(files: dict[str, FileStat]) -> list[str]:
     return problems
 
 
-def _missing_rng_states(files: dict[str, FileStat], world_size: int | None) -> list[str]:
+def _missing_rng_states(files: dict[str, FileStat], replicas: int | None) -> list[str]:
     ranks = {int(match.group(1)) for path in files if (match := _RNG_RE.match(path))}
     if not ranks:
         return []
-    expected = range(max(world_size or 0, max(ranks) + 1))
+    expected = range(max(replicas or 0, max(ranks) + 1))
     return [f"rng_state_{rank}.pth is missing" for rank in expected if rank not in ranks]
 
 
-def _missing_deepspeed_files(checkpoint: Path, files: dict[str, FileStat], world_size: int | None) -> list[str]:
+def _missing_deepspeed_files(checkpoint: Path, files: dict[str, FileStat], replicas: int | None) -> list[str]:
     if not any(path.startswith("global_step") for path in files):
         return []
     if "latest" not in files:
@@ -219,7 +219,7 @@ def _missing_deepspeed_files(checkpoint: Path, files: dict[str, FileStat], world
     for kind in ("optim", "model"):
         matches = (_DEEPSPEED_SHARD_RE.search(path) for path in folder)
         ranks = {int(match.group(1)) for match in matches if match and match.group(2) == kind}
-        expected = range(max(world_size or 0, max(ranks) + 1)) if ranks else range(0)
+        expected = range(max(replicas or 0, max(ranks) + 1)) if ranks else range(0)
         problems += [f"{tag}/: the {kind} shard of rank {rank} is missing" for rank in expected if rank not in ranks]
     return problems
 
@@ -242,16 +242,24 @@ def _missing_listed_files(checkpoint: Path, files: dict[str, FileStat]) -> list[
 
 
 def saved_world_size(checkpoint: Path, files: dict[str, FileStat]) -> int | None:
-    """The data-parallel world size that DeepSpeed recorded, else the highest rank with an RNG state plus 1."""
-    for path in files:
-        if path.endswith("model_states.pt"):
-            size = _number_in_torch_file(checkpoint / path, key="dp_world_size")
-            if size is not None:
-                return size
+    """The number of ranks that saved a checkpoint without a manifest; None where nothing tells.
+
+    DeepSpeed records how many replicas there were and how many ranks each had. Else the RNG states are counted.
+    """
+    replicas = _recorded_size(checkpoint, files, key="dp_world_size")
+    if replicas is not None:
+        return replicas * (_recorded_size(checkpoint, files, key="mp_world_size") or 1)
     ranks = [int(match.group(1)) for path in files if (match := _RNG_RE.match(path))]
     if not ranks:
         return 1 if "rng_state.pth" in files else None
     return max(ranks) + 1
+
+
+def _recorded_size(checkpoint: Path, files: dict[str, FileStat], *, key: str) -> int | None:
+    """What DeepSpeed's model states say under ``key``, in the first of them that can be read."""
+    states = (path for path in files if path.endswith("model_states.pt"))
+    sizes = (_number_in_torch_file(checkpoint / path, key=key) for path in states)
+    return next((size for size in sizes if size is not None), None)
 
 
 # --- single files; a damaged one can make its parser raise anything, so whatever it raises is the finding ---

@@ -26,6 +26,7 @@ from safe_trainer.integrity import (
 )
 from safe_trainer.layout import (
     MANIFEST_NAME,
+    FileStat,
     checkpoint_step,
     list_checkpoints,
     list_files,
@@ -318,26 +319,33 @@ def _name_in_run_directory(run: Run, path: Path) -> str | None:
 def _take_inventory(run: Run, source: _Source, place: _Place) -> _Inventory:
     """List and check the chosen checkpoint, each reader of its domain a share of the files."""
     readers = place.readers(source.domain)
+    leader = source.domain.leader
+    # One listing for all: on a network file system, those of several nodes may differ.
+    files = run.channel.together(
+        "list the checkpoint", lambda: list_files(place.path) if run.channel.rank == leader else {}
+    )[leader]
 
     def check_share() -> _Share:
         if run.channel.rank not in readers:
             return _Share()
         wait_until_visible(place.path, timeout_s=run.options.visibility_timeout_s)
-        return _check_share(run, source, place.path, index=readers.index(run.channel.rank), count=len(readers))
+        index = readers.index(run.channel.rank)
+        return _check_share(run, source, place.path, files, index=index, count=len(readers))
 
     shares = run.channel.together("check the checkpoint", check_share)
     return _Inventory(
         entries=tuple(sorted((entry for share in shares for entry in share.entries), key=lambda entry: entry.path)),
-        manifest=shares[source.domain.leader].manifest,
+        manifest=shares[leader].manifest,
         problems=tuple(problem for share in shares for problem in share.problems),
-        world_size=shares[source.domain.leader].world_size,
+        world_size=shares[leader].world_size,
     )
 
 
-def _check_share(run: Run, source: _Source, path: Path, *, index: int, count: int) -> _Share:
+def _check_share(
+    run: Run, source: _Source, path: Path, files: dict[str, FileStat], *, index: int, count: int
+) -> _Share:
     """Check every ``count``-th file from the ``index``-th on."""
     every_byte = run.options.verify == "digest"
-    files = list_files(path)
     manifest = Manifest.read(path)
     listed = {} if manifest is None else manifest.by_path()
     entries, problems = [], []

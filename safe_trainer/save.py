@@ -49,7 +49,7 @@ BAR_DELAY_S = 1.0
 # What the stock Trainer and DeepSpeed write on purpose on several nodes (save_on_each_node). Home's copy counts.
 # Pickles and JSON files differ in their bytes though they mean the same: by paths, times, and objects shared or not.
 _WRITTEN_ON_EVERY_NODE = re.compile(
-    r"trainer_state\.json|training_args\.bin|README\.md|latest|zero_to_fp32\.py"
+    r"trainer_state\.json|training_args\.bin|rng_state\.pth|README\.md|latest|zero_to_fp32\.py"
     r"|(optimizer|scheduler|scaler)\.pt|[^/]+/mp_rank_\d+_model_states\.pt"
 )
 

@@ -113,6 +113,7 @@ class SafeCheckpointMixin(_TrainerBase):
         """
         if self._channel is None:
             self._channel = Channel.open(timeout_s=self.checkpoint_options.timeout_s)
+        self._warn_where_ranks_are_mistaken(self._channel)
         own = os.path.relpath(super()._get_output_dir(trial), self.args.output_dir)
         relative = self._channel.together("agree on the run directory", lambda: own)[0]
         return open_run(
@@ -121,6 +122,19 @@ class SafeCheckpointMixin(_TrainerBase):
             options=self.checkpoint_options,
             saved_by=_versions(),
         )
+
+    def _warn_where_ranks_are_mistaken(self, channel: Channel) -> None:
+        """On machines without an accelerator, accelerate can take each DeepSpeed rank for the only one (seen with
+        accelerate 1.15): all of them then write the files of rank 0."""
+        if self.args.process_index != channel.rank or self.args.world_size != channel.world_size:
+            logger.warning(
+                "transformers takes this process for rank %d of %d, but it is rank %d of %d. Ranks will write the same "
+                "files and train on the same data. On CPU, set use_cpu=True and ddp_backend='gloo'.",
+                self.args.process_index,
+                self.args.world_size,
+                channel.rank,
+                channel.world_size,
+            )
 
     def _find_checkpoint(self, run: Run, wanted: str | bool | None) -> str | None:
         """The path to hand to the Trainer class on this rank; what rank 0 wants counts."""
@@ -153,12 +167,14 @@ class SafeCheckpointMixin(_TrainerBase):
         if run.is_home_leader:
             warn_missing_rng(resumption, world_size=run.topology.world_size)
         state_file = resumption.path / TRAINER_STATE_NAME
-        states = run.channel.together(
-            "read the trainer's state", lambda: json.loads(state_file.read_text(encoding="utf-8"))
-        )
-        state = states[run.channel.rank]
-        self._best_in_checkpoint = state.get("best_model_checkpoint")
-        self._lineage = Rotation(resumed_step=int(state["global_step"]), steps_at_start=self._lineage.steps_at_start)
+
+        def read() -> tuple[str | None, int]:
+            state = json.loads(state_file.read_text(encoding="utf-8"))
+            return state.get("best_model_checkpoint"), int(state["global_step"])
+
+        # Rank 0's copy counts for all.
+        self._best_in_checkpoint, resumed_step = run.channel.together("read the trainer's state", read)[0]
+        self._lineage = Rotation(resumed_step=resumed_step, steps_at_start=self._lineage.steps_at_start)
 
     def _deepspeed_can_reshape(self) -> bool:
         config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config

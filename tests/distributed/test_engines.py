@@ -16,7 +16,7 @@ from tests import checks
 from tests.cluster import Cluster, Disks, Layout
 from tests.conftest import Clusters
 from tests.distributed.runs import run_directories, train
-from tests.training import DISTRIBUTED_ENGINES
+from tests.training import DISTRIBUTED_ENGINES, ENGINES
 
 # Every engine and every layout once; the rest of the product belongs to `make test-all`.
 PART_OF_TABLE = {
@@ -147,37 +147,45 @@ def other_content_on_node_1(run: Interrupted) -> None:
             path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
 
 
+def run_directory_moved(run: Interrupted) -> None:
+    for directory in run_directories(run.disks):
+        directory.rename(directory.with_name("moved"))
+
+
 DISTURBANCES = (
-    nothing,
     node_1_emptied,
     disks_exchanged,
     older_checkpoint_on_node_1,
     other_content_on_node_1,
+    run_directory_moved,
 )
+
+
+def disturbances_of(engine: str, layout: Layout, *, whole_table: bool) -> list[Callable[[Interrupted], None]]:
+    """What is tried in one row: everything, or in the short run the plain restart and two of the others in turn."""
+    if layout == "shared":
+        return [nothing, run_directory_moved]
+    if whole_table:
+        return [nothing, *DISTURBANCES]
+    turn = ENGINES.index(engine)
+    return [nothing, *(DISTURBANCES[(2 * turn + offset) % len(DISTURBANCES)] for offset in range(2))]
 
 
 @pytest.mark.parametrize(("engine", "layout"), [("single", "shared"), *TABLE])
 def test_resumed_losses_are_those_of_the_uninterrupted_run(
-    interrupted: Callable[[str, Layout], Interrupted], engine: str, layout: Layout
+    interrupted: Callable[[str, Layout], Interrupted], engine: str, layout: Layout, request: pytest.FixtureRequest
 ) -> None:
     run = interrupted(engine, layout)
-    disturbances = DISTURBANCES if layout != "shared" else (nothing,)
     template = Disks(run.disks.base, layout, run.disks.nodes, f"{engine}-4")
 
-    for disturb in disturbances:
+    for disturb in disturbances_of(engine, layout, whole_table=request.config.getoption("--all")):
         for group in run.disks.groups:
             run.disks.wipe(group[0])
         _copy(template, run.disks)
         disturb(run)
+        name = "moved" if disturb is run_directory_moved else "run"
         try:
-            run.assert_continues(run.resumed())
+            run.assert_continues(run.resumed(output_dir=f"{run.disks.path}/{name}"), run=name)
         except Exception as error:
             error.add_note(f"after: {disturb.__name__}")
             raise
-
-    for group in run.disks.groups:
-        run.disks.wipe(group[0])
-    _copy(template, run.disks)
-    for directory in run_directories(run.disks):
-        directory.rename(directory.with_name("moved"))
-    run.assert_continues(run.resumed(output_dir=f"{run.disks.path}/moved"), run="moved")

@@ -97,13 +97,17 @@ def stale_caches(backing: Path, tmp_path: Path) -> Iterator[TwoNodes]:
 
 
 def test_names_that_another_node_sees_late_do_not_split_the_disk_nor_fail_the_save(
-    late_names: TwoNodes, backing: Path
+    late_names: TwoNodes, backing: Path, tmp_path: Path
 ) -> None:
     def body(channel: Channel) -> tuple[list[tuple[int, ...]], int]:
         run = open_on(late_names.run_directory(channel.rank), channel, node=late_names.node_of(channel.rank))
 
         def write(staged: Path) -> None:
+            if channel.rank == 0:  # the last to write, so that the others cannot see its file when they list theirs
+                _wait_for(tmp_path / "written-1")
+                _wait_for(tmp_path / "written-2")
             write_files(staged, {f"sub/rng_state_{channel.rank}.pth": bytes([channel.rank])})
+            (tmp_path / f"written-{channel.rank}").touch()
 
         report = save(run, 10, write)
         return [domain.ranks for domain in run.topology.domains], report.files

@@ -104,7 +104,7 @@ def run_failing(
         before(channel)
         return outcome_of(lambda: disks.ship(channel, plan))
 
-    raised = run_ranks(body, channel_timeout_s=3.0)
+    raised = run_ranks(body, channel_timeout_s=10.0)
     assert all(isinstance(outcome, Raised) for outcome in raised), raised
     (message,) = {outcome.message for outcome in raised if isinstance(outcome, Raised)}
     return message
