@@ -206,10 +206,15 @@ def keep_only(run: Run, best: Callable[[], str | None]) -> None:
 
 
 def _prepare(run: Run, staged: Path) -> None:
+    """Make the staging directory, and put into it what others have written into the final place beforehand."""
+    # Once every rank has entered the save, whoever wrote there before calling it has done so.
+    run.channel.together("enter", lambda: None)
+
     def prepare() -> None:
         if run.topology.is_leader:
             run.directory.check_generation()
             run.directory.make_staging(staged.parent.name, staged.name)
+            run.directory.carry_over(staged)
 
     run.channel.together("prepare", prepare)
 
@@ -223,9 +228,6 @@ def _write(run: Run, staged: Path, write: Callable[[Path], None]) -> None:
         wait_until_visible(staged, timeout_s=run.options.visibility_timeout_s)
         marker.touch()
         try:
-            # Every rank has entered the save by now, so whoever writes into the final place beforehand has done so.
-            if run.topology.is_leader:
-                run.directory.carry_over(staged)
             write(staged)
         finally:
             marker.unlink(missing_ok=True)

@@ -344,7 +344,6 @@ def test_a_writer_that_fails_on_one_rank_is_the_same_error_on_all_and_leaves_not
     assert names_in(tmp_path / AREA_NAME) == {"generation.json", "lock"}
 
 
-@pytest.mark.xfail(strict=True, reason="the leader takes over old files while the other ranks write already")
 def test_what_a_rank_writes_now_wins_over_what_was_edited_after_the_former_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
