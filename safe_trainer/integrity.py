@@ -24,6 +24,7 @@ from safe_trainer.layout import (
     JIT_SENTINEL_NAME,
     TRAINER_STATE_NAME,
     FileStat,
+    checkpoint_step,
     list_files,
     resolve_inside,
 )
@@ -99,6 +100,8 @@ def inspect_checkpoint(checkpoint: Path, *, verify: Verify) -> Verdict:
         for entry in manifest.files
         if (problem := _listed_file_problem(entry, files.get(entry.path), verify)) is not None
     ]
+    if checkpoint_step(checkpoint.name) not in (None, manifest.step):
+        problems.append(f"its manifest is of step {manifest.step}")
     if manifest.scope == "part":
         problems.insert(0, ONLY_A_PART)
     return Verdict(manifest, tuple(problems))

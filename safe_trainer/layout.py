@@ -35,6 +35,8 @@ TRAINER_STATE_NAME = "trainer_state.json"
 JIT_SENTINEL_NAME = "checkpoint-is-incomplete.txt"
 STAGING_MARKER_PREFIX = ".safe_trainer-writing-"
 
+# Ours, and what NFS and FUSE put in the place of a file that was removed while somebody had it open.
+_NOT_OF_A_CHECKPOINT = (STAGING_MARKER_PREFIX, ".nfs", ".fuse_hidden")
 _DRIVE_RE = re.compile(r"^[A-Za-z]:/")
 _CHECKPOINT_RE = re.compile(rf"{CHECKPOINT_PREFIX}-(0|[1-9][0-9]*)")
 
@@ -161,7 +163,9 @@ def resolve_inside(root: Path, path: str) -> Path:
 
 
 def list_files(root: Path) -> dict[str, FileStat]:
-    """Every file below ``root``, by relative POSIX path, dot files too; the staging markers are left out.
+    """Every file below ``root``, by relative POSIX path, dot files too.
+
+    Left out are staging markers, and what file systems put in the place of removed files that are still open.
 
     Symbolic links that stay inside ``root`` count as what they point to.
 
@@ -183,6 +187,6 @@ def _walk(root: Path, directory: Path, above: frozenset[Path]) -> Iterator[tuple
             resolve_inside(root, relative)
         if entry.is_dir():
             yield from _walk(root, path, above | {real})
-        elif entry.is_file() and not entry.name.startswith(STAGING_MARKER_PREFIX):
+        elif entry.is_file() and not entry.name.startswith(_NOT_OF_A_CHECKPOINT):
             info = entry.stat()
             yield check_relative_path(relative), FileStat(size=info.st_size, mode=stat.S_IMODE(info.st_mode))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from safe_trainer.commit import Generation, RunDirectory, fsync_file
 from safe_trainer.integrity import digest_file
-from safe_trainer.layout import MANIFEST_NAME, checkpoint_name, list_files
+from safe_trainer.layout import MANIFEST_NAME, checkpoint_name, checkpoint_step, list_files
 from safe_trainer.manifest import FileEntry, Manifest, Scope
 
 # --- with a manifest ---
@@ -37,11 +37,13 @@ def entry_of(root: Path, path: str, *, rank: int = 0) -> FileEntry:
     )
 
 
-def manifest_of(checkpoint: Path, *, step: int = 1, scope: Scope = "full", save_id: str = "a-save") -> Manifest:
+def manifest_of(
+    checkpoint: Path, *, step: int | None = None, scope: Scope = "full", save_id: str = "a-save"
+) -> Manifest:
     """A manifest of all that is in ``checkpoint`` now."""
     paths = [path for path in list_files(checkpoint) if path != MANIFEST_NAME]
     return Manifest(
-        step=step,
+        step=step if step is not None else checkpoint_step(checkpoint.name) or 1,
         save_id=save_id,
         scope=scope,
         generation=1,

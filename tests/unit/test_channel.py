@@ -171,6 +171,7 @@ def test_after_a_failure_the_channel_still_works() -> None:
 
 def test_a_rank_that_dies_is_noticed_by_the_others() -> None:
     def body(channel: Channel) -> str:
+        channel.together("all are here", lambda: None)
         if channel.rank == 1:
             kill_self()
         outcome = outcome_of(lambda: channel.together("write", lambda: None))

@@ -232,6 +232,13 @@ def test_the_checkpoint_itself_may_be_reached_through_a_link(checkpoint: Path) -
 # --- listing files ---
 
 
+@pytest.mark.parametrize("name", [".nfs0000000001", ".fuse_hidden0000000100000001", f"{STAGING_MARKER_PREFIX}0"])
+def test_what_stands_for_a_removed_file_that_is_still_open_is_not_listed(tmp_path: Path, name: str) -> None:
+    write_files(tmp_path, {"a": b"1", name: b"2"})
+
+    assert list(list_files(tmp_path)) == ["a"]
+
+
 def test_every_file_is_listed_with_size_and_mode_dot_files_too(checkpoint: Path) -> None:
     (checkpoint / "a").chmod(0o640)
     listed = list_files(checkpoint)

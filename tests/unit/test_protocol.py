@@ -130,6 +130,15 @@ def test_a_name_from_another_rank_that_leaves_the_checkpoint_is_refused(tmp_path
     assert checks.checkpoints(tmp_path / "node0") == []
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_not_complete(tmp_path: Path) -> None:
+    run = start(NOWHERE, tmp_path)
+    save(run)
+    (tmp_path / f"node0/checkpoint-{STEP}").rename(tmp_path / "node0/checkpoint-100")
+
+    with pytest.raises(IncompleteCheckpointError, match=f"its manifest is of step {STEP}"):
+        resume_path(run, tmp_path / "node0/checkpoint-100")
+
+
 def test_a_symbolic_link_out_of_the_checkpoint_is_refused_at_the_save(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("not yours")
