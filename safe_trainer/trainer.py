@@ -64,14 +64,14 @@ class SafeCheckpointMixin(_TrainerBase):
     def __init__(self, *args: Any, checkpoint_options: CheckpointOptions | None = None, **kwargs: Any) -> None:
         self.checkpoint_options = CheckpointOptions() if checkpoint_options is None else checkpoint_options
         self.last_save: SaveReport | None = None
-        self._channel: Channel | None = None
-        self._run: Run | None = None
-        self._lineage = Rotation()
-        self._saved_steps: set[int] = set()
+        self._safe_channel: Channel | None = None
+        self._safe_run: Run | None = None
+        self._safe_lineage = Rotation()
+        self._safe_saved_steps: set[int] = set()
         # Where _get_output_dir points; None except while the Trainer class writes a checkpoint.
-        self._staged_run_directory: Path | None = None
-        self._deferred_pushes: list[str] = []
-        self._best_in_checkpoint: str | None = None
+        self._safe_staged_run_directory: Path | None = None
+        self._safe_deferred_pushes: list[str] = []
+        self._safe_best_in_checkpoint: str | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(_RunCallback(self))
         _set_up_logging(self.args)
@@ -94,11 +94,11 @@ class SafeCheckpointMixin(_TrainerBase):
         """
         wanted = _normalized(resume_from_checkpoint)
         if wanted is None and not self._saves_checkpoints():
-            self._run = None
+            self._safe_run = None
             return super().train(None, *args, **kwargs)
         trial = kwargs.get("trial", args[0] if args else None)
-        self._run = self._open_run(trial)
-        path = self._find_checkpoint(self._run, wanted)
+        self._safe_run = self._open_run(trial)
+        path = self._find_checkpoint(self._safe_run, wanted)
         return super().train(path, *args, **kwargs)
 
     def _saves_checkpoints(self) -> bool:
@@ -111,14 +111,14 @@ class SafeCheckpointMixin(_TrainerBase):
         Rank 0 says which directory below ``output_dir`` it is: in a hyperparameter search, other ranks may not know
         the trial.
         """
-        if self._channel is None:
-            self._channel = Channel.open(timeout_s=self.checkpoint_options.timeout_s)
-        self._warn_where_ranks_are_mistaken(self._channel)
+        if self._safe_channel is None:
+            self._safe_channel = Channel.open(timeout_s=self.checkpoint_options.timeout_s)
+        self._warn_where_ranks_are_mistaken(self._safe_channel)
         own = os.path.relpath(super()._get_output_dir(trial), self.args.output_dir)
-        relative = self._channel.together("agree on the run directory", lambda: own)[0]
+        relative = self._safe_channel.together("agree on the run directory", lambda: own)[0]
         return open_run(
             Path(os.path.abspath(os.path.join(cast(str, self.args.output_dir), relative))),
-            channel=self._channel,
+            channel=self._safe_channel,
             options=self.checkpoint_options,
             saved_by=_versions(),
         )
@@ -142,9 +142,9 @@ class SafeCheckpointMixin(_TrainerBase):
             "agree on what to resume", lambda: (wanted, [step for step, _ in list_checkpoints(run.root)])
         )
         agreed, steps = at_start[0]
-        self._best_in_checkpoint = None
-        self._lineage = Rotation(steps_at_start=frozenset(steps))
-        self._saved_steps.clear()
+        self._safe_best_in_checkpoint = None
+        self._safe_lineage = Rotation(steps_at_start=frozenset(steps))
+        self._safe_saved_steps.clear()
         if agreed is None:
             return None
         if agreed is True or agreed == AUTO:
@@ -173,8 +173,8 @@ class SafeCheckpointMixin(_TrainerBase):
             return state.get("best_model_checkpoint"), int(state["global_step"])
 
         # Rank 0's copy counts for all.
-        self._best_in_checkpoint, resumed_step = run.channel.together("read the trainer's state", read)[0]
-        self._lineage = Rotation(resumed_step=resumed_step, steps_at_start=self._lineage.steps_at_start)
+        self._safe_best_in_checkpoint, resumed_step = run.channel.together("read the trainer's state", read)[0]
+        self._safe_lineage = Rotation(resumed_step=resumed_step, steps_at_start=self._safe_lineage.steps_at_start)
 
     def _deepspeed_can_reshape(self) -> bool:
         config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
@@ -183,16 +183,16 @@ class SafeCheckpointMixin(_TrainerBase):
 
     def _check_resumed_state(self) -> None:
         """Every rank is at the same step, and the best checkpoint is one that exists here; collective."""
-        run = self._run
+        run = self._safe_run
         if run is None:
             return
         steps = run.channel.together("compare the ranks' steps", lambda: self.state.global_step)
         if len(set(steps)) > 1:
             listing = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
             raise CheckpointError(f"the ranks resumed from different steps ({listing}); training would diverge.")
-        if self._lineage.resumed_step == 0:
+        if self._safe_lineage.resumed_step == 0:
             return
-        best = self._best_in_checkpoint
+        best = self._safe_best_in_checkpoint
         step = committed_step(run, best)
         self.state.best_model_checkpoint = None if step is None else self._final_path(checkpoint_name(step), None)
         if step is None and best is not None and run.is_home_leader:
@@ -205,20 +205,20 @@ class SafeCheckpointMixin(_TrainerBase):
     # --- saving ---
 
     def _save_checkpoint(self, model: Any, trial: Any = None, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        if self._run is None:
-            self._run = self._open_run(trial)
-        run = self._run
+        if self._safe_run is None:
+            self._safe_run = self._open_run(trial)
+        run = self._safe_run
         best_before = self.state.best_model_checkpoint
-        self._saved_steps.add(self.state.global_step)
+        self._safe_saved_steps.add(self.state.global_step)
 
         def write(staged: Path) -> None:
-            self._staged_run_directory = staged.parent
+            self._safe_staged_run_directory = staged.parent
             try:
                 with self._one_writer_per_disk(run):
                     super(SafeCheckpointMixin, self)._save_checkpoint(model, trial, *args, **kwargs)
                     self._name_best_by_final_path(staged, trial)
             finally:
-                self._staged_run_directory = None
+                self._safe_staged_run_directory = None
 
         try:
             self.last_save = save_checkpoint(
@@ -230,22 +230,22 @@ class SafeCheckpointMixin(_TrainerBase):
             )
         except BaseException:
             self.state.best_model_checkpoint = best_before
-            self._deferred_pushes.clear()
+            self._safe_deferred_pushes.clear()
             raise
         # Every rank has left the point at which it read what was delivered for resuming.
         clear_deliveries(run)
-        while self._deferred_pushes:
-            super()._push_from_checkpoint(self._final_path(Path(self._deferred_pushes.pop(0)).name, trial))
+        while self._safe_deferred_pushes:
+            super()._push_from_checkpoint(self._final_path(Path(self._safe_deferred_pushes.pop(0)).name, trial))
 
     def _get_output_dir(self, trial: Any) -> str:
-        if self._staged_run_directory is not None:
-            return str(self._staged_run_directory)
+        if self._safe_staged_run_directory is not None:
+            return str(self._safe_staged_run_directory)
         return super()._get_output_dir(trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Uploading waits for the commit: it runs in a thread, and reads the directory by its final name."""
-        if self._staged_run_directory is not None:
-            self._deferred_pushes.append(checkpoint_folder)
+        if self._safe_staged_run_directory is not None:
+            self._safe_deferred_pushes.append(checkpoint_folder)
         else:
             super()._push_from_checkpoint(checkpoint_folder)
 
@@ -288,16 +288,16 @@ class SafeCheckpointMixin(_TrainerBase):
         return Rotation(
             limit=self.args.save_total_limit,
             best=self.state.best_model_checkpoint,
-            resumed_step=self._lineage.resumed_step,
+            resumed_step=self._safe_lineage.resumed_step,
             # A step that this run has saved again is one of its own.
-            steps_at_start=self._lineage.steps_at_start - self._saved_steps,
+            steps_at_start=self._safe_lineage.steps_at_start - self._safe_saved_steps,
         )
 
     # --- the end of training ---
 
     def _load_best_model(self) -> None:
         """As stock, with the best checkpoint on every node first: all ranks load it, or none."""
-        run = self._run
+        run = self._safe_run
         best = self.state.best_model_checkpoint
         if run is None or best is None:
             super()._load_best_model()
@@ -316,12 +316,12 @@ class SafeCheckpointMixin(_TrainerBase):
 
     def _remove_all_but_best(self) -> None:
         """What stock does when training ends with ``save_total_limit=1``, in one step each and on every disk."""
-        if self._run is not None and self.args.save_total_limit == 1:
-            keep_only(self._run, lambda: self.state.best_model_checkpoint)
+        if self._safe_run is not None and self.args.save_total_limit == 1:
+            keep_only(self._safe_run, lambda: self.state.best_model_checkpoint)
 
     def _end_run(self) -> None:
-        if self._run is not None:
-            run = self._run
+        if self._safe_run is not None:
+            run = self._safe_run
             run.channel.together("end", lambda: clear_deliveries(run))
 
 
