@@ -69,7 +69,10 @@ def test_all_distributed_engines_train_the_same_model(two_nodes: Cluster) -> Non
     assert [as_numbers(run) for run in runs[1:]] == [pytest.approx(reference, rel=1e-5)] * 3
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2-sharded"])
+@pytest.mark.parametrize(
+    "engine",
+    ["ddp", "zero3", *(pytest.param(name, marks=pytest.mark.whole_table) for name in ("zero2", "fsdp2-sharded"))],
+)
 def test_a_run_that_fails_leaves_nothing_to_the_next(two_nodes: Cluster, engine: str) -> None:
     disks = two_nodes.disks("shared", "stock")
     failing = ["tests.distributed.test_stock:FailAtStep", {"step": 2}]
