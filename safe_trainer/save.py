@@ -36,7 +36,7 @@ from safe_trainer.layout import (
 from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.rotation import Rotation, same_directory, stale_steps, steps_to_remove
 from safe_trainer.run import Run
-from safe_trainer.topology import Domain, Topology, wait_until_visible
+from safe_trainer.topology import Domain, Topology, poll, wait_until_visible
 from safe_trainer.transfer import Shipment, plan_shipments, ship, total_bytes_by_destination
 
 logger = logging.getLogger(__name__)
@@ -526,13 +526,11 @@ def _spread(files: dict[str, FileStat], topology: Topology) -> dict[str, int]:
 def _wait_for_size(path: Path, size: int, *, timeout_s: float) -> None:
     """Wait until this node sees a file as its writer left it (attribute caches lag on network file systems)."""
     wait_until_visible(path, timeout_s=timeout_s)
-    deadline = time.monotonic() + timeout_s
-    while (seen := path.stat().st_size) != size:
-        if time.monotonic() >= deadline:
-            raise CheckpointError(
-                f"{path} has {seen} bytes here, its writer said {size}; it changed after it was written"
-            )
-        time.sleep(0.1)
+    if not poll(lambda: path.stat().st_size == size, timeout_s):
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size} bytes here, its writer said {size}: it changed after it was written, or "
+            "the file system's caches lag behind for longer than visibility_timeout_s"
+        )
 
 
 def _manifest(run: Run, step: int, chosen: tuple[FileEntry, ...]) -> Manifest:

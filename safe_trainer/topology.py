@@ -208,7 +208,7 @@ def wait_until_visible(path: Path, *, timeout_s: float) -> None:
     Raises:
         StorageError: it stays invisible for ``timeout_s`` seconds.
     """
-    if not _poll(lambda: _exists(path), timeout_s):
+    if not poll(lambda: _exists(path), timeout_s):
         raise StorageError(
             f"{path} was written by another rank but has been invisible here for {timeout_s:g} s. If the file system's "
             "caches lag further behind, raise visibility_timeout_s (SAFE_TRAINER_VISIBILITY_TIMEOUT_S)."
@@ -246,7 +246,8 @@ def _exists(path: Path) -> bool:
     return False
 
 
-def _poll(condition: Callable[[], bool], timeout_s: float) -> bool:
+def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Ask ``condition`` until it holds, for ``timeout_s`` seconds at most; whether it did. Asks at least once."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= deadline:
@@ -262,7 +263,7 @@ def _seen_within(tokens: Path, visits: list[_Visit], patience_s: float) -> froze
         seen.update(rank for rank, visit in enumerate(visits) if rank not in seen and _exists(tokens / visit.token))
         return len(seen) == len(visits)
 
-    _poll(look_again, patience_s)
+    poll(look_again, patience_s)
     return frozenset(seen)
 
 
