@@ -144,6 +144,13 @@ class _Visit(NamedTuple):
     network: bool
 
 
+class _Sight(NamedTuple):
+    """Whose tokens a rank sees: in its own run directory, and only under the path of theirs."""
+
+    seen: frozenset[int]
+    elsewhere: frozenset[int]
+
+
 def find_topology(channel: Channel, run_directory: Path, *, storage: Storage, visibility_timeout_s: float) -> Topology:
     """Find the storage domains of ``run_directory``; collective.
 
@@ -173,25 +180,15 @@ def find_topology(channel: Channel, run_directory: Path, *, storage: Storage, vi
         )
 
     visits = channel.together("write into the run directory", leave_token)
-    patience_s = {
-        "auto": ABSENCE_PATIENCE_S if _may_lag(visits) else 0.0,
-        "shared": visibility_timeout_s,
-        "local": 0.0,
-    }[storage]
-
-    def look() -> tuple[frozenset[int], frozenset[int]]:
-        seen = _seen_within(tokens, visits, min(patience_s, visibility_timeout_s))
-        return seen, frozenset(_seen_elsewhere(visits, channel.rank, seen))
-
     try:
-        sights = channel.together("look for the other ranks' run directories", look)
+        sights = _look_around(channel, tokens, visits, storage, visibility_timeout_s)
     finally:
         # Everyone has looked (or the job is about to fail): each rank takes its own token away again.
         _remove_token(tokens, visits[channel.rank].token)
-    seen = [sight[0] for sight in sights]
-    _check_equivalence(seen, visits)
+    seen = [sight.seen for sight in sights]
+    _check_partition(seen, visits)
     if storage != "local":
-        _check_one_directory_per_disk([sight[1] for sight in sights], visits)
+        _check_one_directory_per_disk([sight.elsewhere for sight in sights], visits)
     domains = tuple(Domain(tuple(sorted(group))) for group in sorted(set(seen), key=min))
     numbers: dict[tuple[str, str], int] = {}
     nodes = tuple(numbers.setdefault(visit.node, len(numbers)) for visit in visits)
@@ -256,6 +253,31 @@ def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
+def _look_around(
+    channel: Channel, tokens: Path, visits: list[_Visit], storage: Storage, visibility_timeout_s: float
+) -> list[_Sight]:
+    """What each rank sees, by rank. Absence is believed at once only where nothing speaks for caches that lag."""
+
+    def look(patience_s: float) -> _Sight:
+        seen = _seen_within(tokens, visits, min(patience_s, visibility_timeout_s))
+        return _Sight(seen, frozenset(_seen_elsewhere(visits, channel.rank, seen)))
+
+    patience_s = ABSENCE_PATIENCE_S if storage == "auto" and _may_lag(visits) else 0.0
+    if storage == "shared":
+        patience_s = visibility_timeout_s
+    phase = "look for the other ranks' run directories"
+    sights = channel.together(phase, lambda: look(patience_s))
+    if storage == "auto" and not _is_partition([sight.seen for sight in sights]):
+        # Some see what others do not see yet.
+        sights = channel.together(phase, lambda: look(ABSENCE_PATIENCE_S))
+    return sights
+
+
+def _is_partition(seen: list[frozenset[int]]) -> bool:
+    """Whether ranks either see each other and the same others, or do not see each other."""
+    return all(rank in others and all(seen[other] == others for other in others) for rank, others in enumerate(seen))
+
+
 def _seen_within(tokens: Path, visits: list[_Visit], patience_s: float) -> frozenset[int]:
     seen: set[int] = set()
 
@@ -305,7 +327,7 @@ def _name(rank: int, visits: list[_Visit]) -> str:
     return f"rank {rank} ({visits[rank].node[0]}:{visits[rank].directory})"
 
 
-def _check_equivalence(seen: list[frozenset[int]], visits: list[_Visit]) -> None:
+def _check_partition(seen: list[frozenset[int]], visits: list[_Visit]) -> None:
     for rank, others in enumerate(seen):
         if rank not in others:
             raise StorageError(f"{_name(rank, visits)} does not see the file that it has just written there.")

@@ -263,6 +263,12 @@ def test_on_a_network_file_system_absence_is_believed_only_after_a_while(one: tu
     assert domains_of(look(scene)) == ((0, 1, 2),)
 
 
+def test_where_some_see_what_others_do_not_absence_is_looked_at_again(one: tuple[Path, Path, Path]) -> None:
+    """Nothing speaks of a network file system, but one rank's view lags behind the others'."""
+    scene = Scene(one, {1: {0}}, network=False, unseen_for_s=0.5, visibility_timeout_s=5.0)
+    assert domains_of(look(scene)) == ((0, 1, 2),)
+
+
 def test_insisting_on_shared_looks_for_as_long_as_the_option_says(one: tuple[Path, Path, Path]) -> None:
     scene = Scene(one, {1: {0}}, storage="shared", unseen_for_s=0.5, visibility_timeout_s=5.0)
     assert domains_of(look(scene)) == ((0, 1, 2),)
