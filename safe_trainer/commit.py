@@ -291,6 +291,11 @@ class RunDirectory:
             with contextlib.suppress(OSError):
                 directory.rmdir()
 
+    def clear_deliveries(self) -> None:
+        """Delete the copies that were made for resuming."""
+        self._discard_all(self.layout.delivered)
+        self.empty_trash()
+
     def _discard_all(self, directory: Path, *, older_than_s: float = 0.0) -> None:
         for entry in _entries(directory):
             age_s = time.time() - entry.lstat().st_mtime

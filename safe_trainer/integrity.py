@@ -196,8 +196,13 @@ def _missing_training_state(files: dict[str, FileStat]) -> list[str]:
     return problems
 
 
+def rng_ranks(names: Iterable[str]) -> set[int]:
+    """The ranks of a job of several whose RNG states are among a checkpoint's file names."""
+    return {int(match.group(1)) for name in names if (match := _RNG_RE.match(name))}
+
+
 def _missing_rng_states(files: dict[str, FileStat], replicas: int | None) -> list[str]:
-    ranks = {int(match.group(1)) for path in files if (match := _RNG_RE.match(path))}
+    ranks = rng_ranks(files)
     if not ranks:
         return []
     expected = range(max(replicas or 0, max(ranks) + 1))
@@ -252,7 +257,7 @@ def saved_world_size(checkpoint: Path, files: dict[str, FileStat]) -> int | None
     replicas = _recorded_size(checkpoint, files, key="dp_world_size")
     if replicas is not None:
         return replicas * (_recorded_size(checkpoint, files, key="mp_world_size") or 1)
-    ranks = [int(match.group(1)) for path in files if (match := _RNG_RE.match(path))]
+    ranks = rng_ranks(files)
     if not ranks:
         return 1 if "rng_state.pth" in files else None
     return max(ranks) + 1

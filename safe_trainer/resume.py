@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,7 @@ from safe_trainer.integrity import (
     digest_file,
     file_problem,
     inspect_checkpoint,
+    rng_ranks,
     saved_world_size,
     structure_problem,
 )
@@ -239,9 +240,7 @@ def clear_deliveries(run: Run) -> None:
         run.directory.check_generation()
     except CheckpointError:
         return  # a newer run has started and swept; what is there now is its own
-    for path in _children(run.directory.layout.delivered):
-        run.directory.discard(path)
-    run.directory.empty_trash()
+    run.directory.clear_deliveries()
 
 
 # --- choose ---
@@ -403,13 +402,14 @@ def _deliver(run: Run, source: _Source, inventory: _Inventory, place: _Place) ->
     )
     if run.is_home_leader:
         logger.info("resuming from %s (%d files)", path, len(inventory.entries))
-    names = [entry.path for entry in inventory.entries]
+    names = {entry.path for entry in inventory.entries}
+    alone = {0} if "rng_state.pth" in names else set()  # saved by a single process
     return Resumption(
         path=path,
         step=source.step,
         world_size=inventory.world_size,
         has_deepspeed_shards=any(name.endswith("_optim_states.pt") for name in names),
-        rng_ranks=frozenset(rng_ranks(names)),
+        rng_ranks=frozenset(rng_ranks(names) | alone),
     )
 
 
@@ -514,21 +514,3 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # no hard links on this file system
         shutil.copy2(source, target)
-
-
-def rng_ranks(names: Iterable[str]) -> Iterator[int]:
-    """The ranks whose RNG states are among a checkpoint's file names."""
-    for name in names:
-        if name == "rng_state.pth":
-            yield 0
-        elif name.startswith("rng_state_") and name.endswith(".pth"):
-            digits = name.removeprefix("rng_state_").removesuffix(".pth")
-            if digits.isdigit():
-                yield int(digits)
-
-
-def _children(directory: Path) -> list[Path]:
-    try:
-        return list(directory.iterdir())
-    except FileNotFoundError:
-        return []
