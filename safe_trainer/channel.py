@@ -15,13 +15,16 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from safe_trainer.errors import CheckpointError, RankFailure
+from safe_trainer.watch import UNLIMITED, Peer, Watch, set_group_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -37,80 +40,147 @@ class _Outcome(Generic[T]):
 class Channel:
     """Agreement, broadcast and byte transfer between the ranks of a job.
 
-    Every method other than the attributes is collective, except :meth:`send` and :meth:`receive`. They block for at
-    most the group's time-out, after which torch.distributed raises; a rank that dies is noticed by then at the latest.
+    Every method other than the attributes is collective, except :meth:`send` and :meth:`receive`. None has a limit in
+    time while all ranks live: a slow rank is waited for. A rank that fails, dies or cannot be reached is noticed by
+    the :mod:`~safe_trainer.watch`, and ends every wait.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, rank: int, world_size: int, watch: Watch | None = None
+    ) -> None:
         self._group = group
+        self._watch = watch
         self.rank = rank
         self.world_size = world_size
         self.host = socket.gethostname()
 
     @classmethod
-    def open(cls, *, timeout_s: float) -> Channel:
+    def open(cls, *, timeout_s: float, waits_for_slow: bool = False) -> Channel:
         """Make the channel; collective where torch.distributed is initialised, else a channel of one rank.
 
         Args:
-            timeout_s: longest time in seconds that one operation may wait for another rank.
+            timeout_s: silence in seconds after which a rank is given up.
+            waits_for_slow: whether, after a failure on one rank, slow ones are waited for, so that all can go on.
+
+        Raises:
+            ProcessGroupLostError: some ranks have not come within ``timeout_s``.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(None, rank=0, world_size=1)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         with _gloo_interface():
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return cls(group, rank=dist.get_rank(), world_size=dist.get_world_size())
+        set_group_timeout(group, UNLIMITED)
+        watch = Watch(
+            _own_store(group), rank=rank, world_size=world_size, timeout_s=timeout_s, waits_for_slow=waits_for_slow
+        )
+        watch.start()
+        channel = cls(group, rank=rank, world_size=world_size, watch=watch)
+        watch.peers = channel.together("introduce", Peer.own)
+        return channel
 
     def close(self) -> None:
         """Leave the group. The channel cannot be used afterwards."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def together(self, phase: str, action: Callable[[], T]) -> list[T]:
+    def rest(self) -> None:
+        """Nothing more is to come for now: training has ended. The next step needs no preparation. Not collective."""
+        if self._watch is not None:
+            self._watch.rest()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process group is lost, so that every further step raises at once."""
+        return self._watch is not None and self._watch.lost is not None
+
+    def together(self, phase: str, action: Callable[[], T], *, place: Path | None = None) -> list[T]:
         """Run ``action`` on every rank and give every rank all results, by rank; or the same error to all.
 
         This is the one way in which the steps of a save follow each other: nobody goes on before everybody has
-        finished, and a failure on one rank is a failure on all.
+        finished, and a failure on one rank is a failure on all, within seconds, even where others are inside
+        somebody else's collective at the time.
 
         Args:
             phase: the name of the step, for the error's text.
             action: what this rank does; its result must be picklable.
+            place: where it writes, for errors that name no path.
 
         Raises:
             CheckpointError: ``action`` raised on at least one rank. On such a rank its own exception is the cause.
                 Where an action raises a subclass of CheckpointError, that class is raised on every rank.
+            ProcessGroupLostError: a rank is gone, or could not end the step after another one had failed.
         """
-        error: Exception | None = None
-        outcome: _Outcome[T]
-        try:
-            outcome = _Outcome(action(), None)
-        except Exception as caught:
-            error = caught
-            failure = RankFailure.from_exception(caught, rank=self.rank, host=self.host, phase=phase)
-            outcome = _Outcome(None, failure)
-        outcomes = self._all_gather(outcome)
-        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-        if failures:
-            raise _joint_error(failures) from error
-        return [outcome.value for outcome in outcomes]  # type: ignore[misc]
+        if self._group is None or self._watch is None:
+            outcome, error = self._attempt(phase, action, place)
+            return _results([outcome], error)
+        if self._watch.lost is not None:
+            raise self._watch.lost
+        with self._watch.step(phase) as step:
+            try:
+                outcome, error = self._attempt(phase, action, place)
+            except BaseException as leaving:  # what is meant to end the process; the others must know
+                self._watch.tell(self._failure(leaving, phase, place))
+                raise
+            if self._watch.lost is not None:
+                raise self._watch.lost from error
+            if outcome.failure is not None:
+                outcome = _Outcome(None, self._watch.tell(outcome.failure))
+            step.state = "waiting"
+            outcomes: list[_Outcome[T]] = [outcome] * self.world_size
+            try:
+                dist.all_gather_object(outcomes, outcome, group=self._group)
+            except RuntimeError as broken:
+                raise self._watch.explain(broken) from (error or broken)
+            if any(outcome.failure is not None for outcome in outcomes):
+                self._watch.settle()
+            return _results(outcomes, error)
 
-    def _all_gather(self, value: T) -> list[T]:
-        if self._group is None:
-            return [value]
-        gathered: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered  # type: ignore[return-value]
+    def _attempt(self, phase: str, action: Callable[[], T], place: Path | None) -> tuple[_Outcome[T], Exception | None]:
+        try:
+            return _Outcome(action(), None), None
+        except Exception as error:
+            return _Outcome(None, self._failure(error, phase, place)), error
+
+    def _failure(self, error: BaseException, phase: str, place: Path | None) -> RankFailure:
+        return RankFailure.from_exception(error, rank=self.rank, host=self.host, phase=phase, place=place)
 
     def send(self, buffer: torch.Tensor, *, to_rank: int) -> None:
         """Send a contiguous CPU tensor (1-D, any dtype) to ``to_rank``, which must be receiving its size and dtype."""
-        dist.send(buffer, dst=to_rank, group=self._group)
+        # The time limit of the group does not reach these two operations; wait's own does.
+        _pending(dist.isend(buffer, dst=to_rank, group=self._group)).wait(UNLIMITED)
 
     def receive(self, buffer: torch.Tensor, *, from_rank: int) -> None:
         """Fill a contiguous CPU tensor (1-D) with what ``from_rank`` sends."""
-        dist.recv(buffer, src=from_rank, group=self._group)
+        _pending(dist.irecv(buffer, src=from_rank, group=self._group)).wait(UNLIMITED)
+
+
+def _pending(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise CheckpointError("this rank is not in the control group; this is a bug in safe_trainer")
+    return work
+
+
+def _own_store(group: dist.ProcessGroup) -> Store:
+    """The job's store over a connection of its own, with keys that no other group uses."""
+    store = dist.distributed_c10d._get_default_store()
+    return PrefixStore(f"safe_trainer/{group.group_name}", store.clone())  # type: ignore[attr-defined]
+
+
+def _results(outcomes: list[_Outcome[T]], error: Exception | None) -> list[T]:
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    if failures:
+        raise _joint_error(failures) from error
+    return [outcome.value for outcome in outcomes]  # type: ignore[misc]
 
 
 def _joint_error(failures: list[RankFailure]) -> CheckpointError:
+    """One error of all, the root cause first: what is no consequence of another failure, in the order of time."""
+    failures = sorted(failures, key=lambda failure: (failure.is_consequence, failure.order, failure.rank))
     first, *others = failures
     text = str(first)
     same = [failure for failure in others if (failure.kind, failure.message) == (first.kind, first.message)]

@@ -8,8 +8,15 @@ raise. An error that any rank meets is raised on every rank with the same text, 
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# What torch.save says, without an error number or a path, when it cannot write on (seen on a full disk, torch 2.13).
+_TORCH_CANNOT_WRITE = ("basic_ios::clear", "iostream error", "unexpected pos", "PytorchStreamWriter failed")
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,9 @@ class RankFailure:
         message: its text.
         path: the file or directory concerned, where the exception names one.
         errno: the error number, where it has one.
+        free_bytes: what was free on that file system, where lack of space is the cause or may be.
+        is_consequence: it only passes on what went wrong on another rank.
+        order: the failures of a step are counted from 1 as they happen; 0 where that is not known.
     """
 
     rank: int
@@ -33,25 +43,58 @@ class RankFailure:
     message: str
     path: str | None = None
     errno: int | None = None
+    free_bytes: int | None = None
+    is_consequence: bool = False
+    order: int = 0
 
     @classmethod
-    def from_exception(cls, error: Exception, *, rank: int, host: str, phase: str) -> RankFailure:
-        """Describe ``error`` as it happened on this rank."""
-        path = getattr(error, "filename", None)
+    def from_exception(
+        cls, error: BaseException, *, rank: int, host: str, phase: str, place: Path | None = None
+    ) -> RankFailure:
+        """Describe ``error`` as it happened on this rank.
+
+        Args:
+            place: where this rank was writing, for errors that name no path (``torch.save``'s).
+        """
+        own_path = getattr(error, "filename", None)
         number = getattr(error, "errno", None)
+        message = str(error) or repr(error)
+        cannot_write = number in _NO_SPACE or any(text in message for text in _TORCH_CANNOT_WRITE)
+        path = None if own_path is None else os.fsdecode(own_path) if isinstance(own_path, bytes) else str(own_path)
+        if path is None and cannot_write and place is not None:
+            path = str(place)
         return cls(
             rank=rank,
             host=host,
             phase=phase,
             kind=type(error).__name__,
-            message=str(error) or repr(error),
-            path=None if path is None else str(path),
+            message=message,
+            path=path,
             errno=number if isinstance(number, int) else None,
+            free_bytes=_free_bytes(path) if cannot_write and path is not None else None,
+            is_consequence=isinstance(error, ConsequenceError),
         )
 
     def __str__(self) -> str:
         code = "" if self.errno is None else f" ({errno.errorcode.get(self.errno, self.errno)})"
-        return f"rank {self.rank} on {self.host}, {self.phase}: {self.kind}{code}: {self.message}"
+        text = f"rank {self.rank} on {self.host}, {self.phase}: {self.kind}{code}: {self.message}"
+        if self.path is not None and self.path not in self.message:
+            text += f" [{self.path}]"
+        if self.free_bytes is not None:
+            text += f" ({self.free_bytes} bytes free there)"
+        return text
+
+
+def _free_bytes(path: str) -> int | None:
+    """What is free on the file system of ``path``, or of what is left of it."""
+    for existing in (Path(path), *Path(path).absolute().parents):
+        try:
+            return shutil.disk_usage(existing).free
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return None
 
 
 class CheckpointError(RuntimeError):
@@ -64,6 +107,29 @@ class CheckpointError(RuntimeError):
     def __init__(self, message: str, failures: Sequence[RankFailure] = ()) -> None:
         super().__init__(message)
         self.failures = tuple(failures)
+
+
+class ConsequenceError(CheckpointError):
+    """This rank could not do its part because another one had failed; that one's failure is told first."""
+
+
+class ProcessGroupLostError(CheckpointError):
+    """A rank is gone or cannot be reached, or ranks had to be taken out of a collective of the training back end.
+
+    The process group cannot be used any more, so ``on_error="continue"`` does not apply: the job has to be started
+    again. What had been committed is as it was.
+
+    Attributes:
+        missing: ranks that have given no sign of life; empty where all live.
+    """
+
+    def __init__(self, message: str, failures: Sequence[RankFailure] = (), *, missing: Sequence[int] = ()) -> None:
+        super().__init__(message, failures)
+        self.missing = tuple(missing)
+
+
+class InsufficientSpaceError(CheckpointError):
+    """There is too little room for a checkpoint; found before anything was written."""
 
 
 class IncompleteCheckpointError(CheckpointError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import signal
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -15,29 +16,42 @@ ENVIRONMENT_PREFIX = "SAFE_TRAINER_"
 Storage = Literal["auto", "shared", "local"]
 LocalCopies = Literal["keep", "full", "drop"]
 Verify = Literal["digest", "size", "off"]
+OnError = Literal["raise", "continue"]
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
 
 
 def _variable(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
+def _parse(text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in _TRUE + _FALSE:
+            raise ValueError(text)
+        return text.lower() in _TRUE
+    return kind(text)
+
+
+def _from_environment(name: str, default: Any) -> Any:
+    """The value of ``SAFE_TRAINER_<NAME>``, else ``default``."""
+    text = os.environ.get(_variable(name))
+    if text is None:
+        return default
+    try:
+        return _parse(text, type(default))
+    except ValueError as error:
+        raise OptionError(f"{_variable(name)}={text!r}: {name} takes a {type(default).__name__}.") from error
+
+
 def _option(name: str, default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Any:
     """A dataclass field whose default is the variable ``SAFE_TRAINER_<NAME>``, else ``default``."""
-
-    def read() -> Any:
-        text = os.environ.get(_variable(name))
-        if text is None:
-            return default
-        try:
-            return type(default)(text)
-        except ValueError as error:
-            raise OptionError(f"{_variable(name)}={text!r}: {name} takes a {type(default).__name__}.") from error
-
     # HfArgumentParser hands the metadata to argparse. It would make a field of type Literal required.
     metadata: dict[str, Any] = {"help": f"{help_text} Without it, {_variable(name)}; without that, {default!r}."}
     if choices:
         metadata["choices"] = list(choices)
-    return field(default_factory=read, metadata=metadata)
+    return field(default_factory=lambda: _from_environment(name, default), metadata=metadata)
 
 
 @dataclass
@@ -69,10 +83,31 @@ class CheckpointOptions:
         "stock checkpoint: file formats), 'off' only asks whether the files are there.",
         choices=get_args(Verify),
     )
+    on_error: str = _option(
+        "on_error",
+        "raise",
+        "What a failed save does: 'raise' an error on every rank, or 'continue' training after a loud warning and try "
+        "again at the next save. An error that means that the process group is lost, or that a newer run has taken the "
+        "run directory, is raised in any case.",
+        choices=get_args(OnError),
+    )
+    # HfArgumentParser does not call the default factory of a field of type bool, so None stands for the default.
+    save_on_preemption: bool | None = _option(
+        "save_on_preemption",
+        True,
+        "Whether a signal of preemption_signals, on any rank, makes all ranks save at one step and stop.",
+    )
+    preemption_signals: str = _option(
+        "preemption_signals",
+        "SIGTERM",
+        "Names of the signals that announce the end, with commas between them, e.g. 'SIGTERM,SIGUSR1' for Slurm's "
+        "--signal=USR1@120.",
+    )
     timeout_s: float = _option(
         "timeout_s",
-        1800.0,
-        "Longest time in seconds that a rank waits for the others in one step of a save or resume.",
+        600.0,
+        "Silence in seconds after which a rank that takes part in a save or resume is taken for gone. A rank that is "
+        "slow and alive is waited for without a limit.",
     )
     lock_timeout_s: float = _option(
         "lock_timeout_s",
@@ -87,8 +122,14 @@ class CheckpointOptions:
     )
 
     def __post_init__(self) -> None:
+        if self.save_on_preemption is None:
+            self.save_on_preemption = _from_environment("save_on_preemption", True)
         for option in dataclasses.fields(self):
             self._check(option.name, getattr(self, option.name), option.metadata.get("choices"))
+
+    def signals(self) -> tuple[signal.Signals, ...]:
+        """The signals of ``preemption_signals``; none where ``save_on_preemption`` is off."""
+        return _signals(self.preemption_signals) if self.save_on_preemption else ()
 
     @staticmethod
     def _check(name: str, value: Any, choices: list[str] | None) -> None:
@@ -98,13 +139,41 @@ class CheckpointOptions:
             if value not in choices:
                 allowed = ", ".join(repr(choice) for choice in choices)
                 raise OptionError(f"{name}={value!r}{where}: choose one of {allowed}.")
+        elif name == "preemption_signals":
+            try:
+                _signals(value)
+            except (AttributeError, ValueError) as error:
+                raise OptionError(
+                    f"{name}={value!r}{where}: give names of signals that can be handled, with commas between them, "
+                    f"e.g. 'SIGTERM,SIGUSR1' ({error})."
+                ) from error
+        elif name == "save_on_preemption":
+            if not isinstance(value, bool):
+                raise OptionError(f"{name}={value!r}{where}: give True or False.")
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise OptionError(f"{name}={value!r}{where}: give a number of seconds greater than 0.")
+
+
+def _signals(names: str) -> tuple[signal.Signals, ...]:
+    """``"SIGTERM, USR1"`` as signals; an empty text is none.
+
+    Raises:
+        ValueError: there is no such signal, or no process can handle it.
+    """
+    found = []
+    for name in (part.strip().upper() for part in names.split(",")):
+        if not name:
+            continue
+        member = signal.Signals.__members__.get(name if name.startswith("SIG") else f"SIG{name}")
+        if member is None or member.name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"{name} is no signal that can be handled here")
+        found.append(member)
+    return tuple(dict.fromkeys(found))
 
 
 def _reads_as(text: str | None, value: Any) -> bool:
     """Whether a variable's text gives ``value``, nan included."""
     try:
-        return text is not None and str(type(value)(text)) == str(value)
+        return text is not None and str(_parse(text, type(value))) == str(value)
     except (TypeError, ValueError):
         return False

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, Generic, TypeVar
@@ -58,12 +59,15 @@ def run_ranks(
     count: int = 3,
     channel_timeout_s: float = CHANNEL_TIMEOUT_S,
     backend: str = "gloo",
+    waits_for_slow: bool = False,
 ) -> list[T]:
     """Run ``body`` in ``count`` processes of one job with this training back end; what each gave, by rank.
 
     A rank that raises, hangs or dies fails the test.
     """
-    answers = run_ranks_that_may_die(body, count=count, channel_timeout_s=channel_timeout_s, backend=backend)
+    answers = run_ranks_that_may_die(
+        body, count=count, channel_timeout_s=channel_timeout_s, backend=backend, waits_for_slow=waits_for_slow
+    )
     bad = [f"rank {rank}: {answer.problem}" for rank, answer in enumerate(answers) if answer.problem is not None]
     if bad:
         pytest.fail("\n".join(bad))
@@ -88,19 +92,34 @@ def run_ranks_that_may_die(
     count: int = 3,
     channel_timeout_s: float = CHANNEL_TIMEOUT_S,
     backend: str = "gloo",
+    waits_for_slow: bool = False,
+    rendezvous: str | None = None,
+    training_timeout_s: float = DEADLINE_S,
+    deadline_s: float = DEADLINE_S,
 ) -> list[Answer[T]]:
-    """As :func:`run_ranks`, for tests in which a rank raises or dies."""
+    """As :func:`run_ranks`, for tests in which a rank raises or dies.
+
+    Args:
+        rendezvous: e.g. ``tcp://127.0.0.1:29400``, where the store lives and dies with rank 0; a file without it.
+        training_timeout_s: the time limit of the training back end's collectives.
+        deadline_s: whoever has not answered by then hangs.
+    """
     with tempfile.TemporaryDirectory(prefix="safe-trainer-ranks-") as directory:
-        rendezvous = f"file://{directory}/rendezvous"
 
         def rank_main(rank: int) -> T:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             torch.set_num_threads(1)
-            dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=count)
-            return body(Channel.open(timeout_s=channel_timeout_s))
+            dist.init_process_group(
+                backend,
+                init_method=rendezvous or f"file://{directory}/rendezvous",
+                rank=rank,
+                world_size=count,
+                timeout=timedelta(seconds=training_timeout_s),
+            )
+            return body(Channel.open(timeout_s=channel_timeout_s, waits_for_slow=waits_for_slow))
 
         with _children([lambda rank=rank: rank_main(rank) for rank in range(count)]) as children:  # type: ignore[misc]
-            answers: list[Answer[T]] = _collect(children)
+            answers: list[Answer[T]] = _collect(children, deadline_s)
             return answers
 
 
@@ -186,8 +205,8 @@ def _children(bodies: list[Callable[[], Any]]) -> Iterator[list[_Child]]:
             child.connection.close()
 
 
-def _collect(children: list[_Child]) -> list[Answer[Any]]:
-    deadline = time.monotonic() + DEADLINE_S
+def _collect(children: list[_Child], deadline_s: float = DEADLINE_S) -> list[Answer[Any]]:
+    deadline = time.monotonic() + deadline_s
     answers: dict[int, Answer[Any]] = {}
     while len(answers) < len(children):
         waiting = {child.connection: rank for rank, child in enumerate(children) if rank not in answers}

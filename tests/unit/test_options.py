@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ CHOICES = {
     "storage": ("auto", "shared", "local"),
     "local_copies": ("keep", "full", "drop"),
     "verify": ("digest", "size", "off"),
+    "on_error": ("raise", "continue"),
 }
 SECONDS = ("timeout_s", "lock_timeout_s", "visibility_timeout_s")
 
@@ -37,7 +39,10 @@ def test_these_are_all_fields_and_their_defaults() -> None:
         "storage": "auto",
         "local_copies": "keep",
         "verify": "digest",
-        "timeout_s": 1800.0,
+        "on_error": "raise",
+        "save_on_preemption": True,
+        "preemption_signals": "SIGTERM",
+        "timeout_s": 600.0,
         "lock_timeout_s": 60.0,
         "visibility_timeout_s": 60.0,
     }
@@ -87,6 +92,31 @@ def test_wrong_seconds_are_an_error_that_says_what_to_give(name: str, value: obj
         CheckpointOptions(**{name: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("names", "signals"),
+    [
+        ("SIGTERM", (signal.SIGTERM,)),
+        ("sigterm, usr1 ,SIGTERM", (signal.SIGTERM, signal.SIGUSR1)),
+        ("", ()),
+    ],
+)
+def test_signals_are_given_by_name(names: str, signals: tuple[signal.Signals, ...]) -> None:
+    assert CheckpointOptions(preemption_signals=names).signals() == signals
+    assert CheckpointOptions(preemption_signals=names, save_on_preemption=False).signals() == ()
+
+
+@pytest.mark.parametrize("names", ["SIGKILL", "STOP", "TERMINATE", "SIGTERM;SIGUSR1", 15, None])
+def test_wrong_signals_are_an_error_that_says_what_to_give(names: object) -> None:
+    with pytest.raises(OptionError, match=r"preemption_signals=.*names of signals"):
+        CheckpointOptions(preemption_signals=names)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", "no"])
+def test_a_switch_is_true_or_false(value: object) -> None:
+    with pytest.raises(OptionError, match=r"save_on_preemption=.*True or False"):
+        CheckpointOptions(save_on_preemption=value)  # type: ignore[arg-type]
+
+
 def test_an_option_error_is_a_value_error_and_a_checkpoint_error() -> None:
     assert issubclass(OptionError, ValueError)
     assert issubclass(OptionError, CheckpointError)
@@ -101,6 +131,10 @@ def test_an_option_error_is_a_value_error_and_a_checkpoint_error() -> None:
         ("storage", "local", "local"),
         ("local_copies", "full", "full"),
         ("verify", "off", "off"),
+        ("on_error", "continue", "continue"),
+        ("save_on_preemption", "false", False),
+        ("save_on_preemption", "1", True),
+        ("preemption_signals", "SIGUSR2", "SIGUSR2"),
         ("timeout_s", "12.5", 12.5),
         ("lock_timeout_s", "3", 3.0),
         ("visibility_timeout_s", "1e2", 100.0),
@@ -112,7 +146,7 @@ def test_a_variable_sets_the_default(monkeypatch: pytest.MonkeyPatch, name: str,
 
 
 def test_every_field_has_a_variable() -> None:
-    assert {option.name for option in FIELDS} == {*CHOICES, *SECONDS}
+    assert {option.name for option in FIELDS} == {*CHOICES, *SECONDS, "save_on_preemption", "preemption_signals"}
 
 
 def test_a_keyword_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +159,8 @@ def test_a_keyword_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("storage", "cloud"),
         ("storage", ""),
+        ("save_on_preemption", "maybe"),
+        ("preemption_signals", "SIGKILL"),
         ("timeout_s", "soon"),
         ("timeout_s", ""),
         ("timeout_s", "nan"),
@@ -169,6 +205,14 @@ def test_on_the_command_line_too_a_variable_sets_the_default(tmp_path: Path, mon
     monkeypatch.setenv("SAFE_TRAINER_VERIFY", "off")
     _, options = parse(tmp_path)
     assert options == CheckpointOptions(verify="off")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saves"),
+    [([], True), (["--save_on_preemption", "false"], False), (["--save_on_preemption", "true"], True)],
+)
+def test_a_switch_on_the_command_line(tmp_path: Path, arguments: list[str], saves: bool) -> None:
+    assert parse(tmp_path, *arguments)[1].save_on_preemption is saves
 
 
 @pytest.mark.parametrize("name", CHOICES)
