@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import pytest
 
-from safe_trainer import commit
 from safe_trainer.channel import Channel
 from safe_trainer.options import CheckpointOptions
 from safe_trainer.resume import resume_latest
@@ -23,12 +22,14 @@ from safe_trainer.rotation import Rotation
 from safe_trainer.run import Run, open_run
 from safe_trainer.save import save_checkpoint
 from tests import checks
+from tests.cluster import resolve
 from tests.filesystems import images
 from tests.filesystems.images import Copy, Image
 from tests.unit.processes import run_ranks
 
 RANKS = 2
 FILE_BYTES = 200_000  # more than a file system keeps in its own blocks: what is not flushed is lost
+EXCHANGE = "safe_trainer.commit.exchange"
 
 Forgotten = Literal["files", "directories", "everything"]
 
@@ -154,7 +155,7 @@ def power_cuts(disk: Image, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tu
     with monkeypatch.context() as patches:
         for name in ("fsync", "rename", "replace"):
             patches.setattr(os, name, cutting(name, getattr(os, name)))
-        patches.setattr(commit, "exchange", cutting("exchange", commit.exchange))
+        patches.setattr(EXCHANGE, cutting("exchange", resolve(EXCHANGE.replace("commit.", "commit:"))))
         yield cuts
 
 
@@ -163,7 +164,7 @@ def test_whenever_the_power_fails_the_old_or_the_new_one_is_there_whole(
     kind: images.Kind, exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(commit, "exchange", lambda first, second: False)
+        monkeypatch.setattr(EXCHANGE, lambda first, second: False)
     with Image(kind, tmp_path) as disk:
         run = open_on(disk.mount)
         save(run, 10, number=1)
