@@ -7,14 +7,18 @@ Nothing is unpickled here: pickles are only scanned for the strings and numbers 
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import json
 import pickletools
 import re
+import stat
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Any
 
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -35,9 +39,14 @@ READ_BYTES = 4 << 20
 ONLY_A_PART = "it is the part that one node wrote; the whole checkpoint was on another disk"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80\x02"  # torch.save before 1.6, and with _use_new_zipfile_serialization=False
+# A name or a number in a damaged file can claim any number of ranks; so many missing ones are listed.
+_LISTED_RANKS = 16
+_MAX_RANKS = 2**31 - 1
+_MAX_TAG_BYTES = 4096
+_MAX_ERROR_TEXT = 500
 
-_RNG_RE = re.compile(r"^rng_state_(\d+)\.pth$")
-_DEEPSPEED_SHARD_RE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
+_RNG_RE = re.compile(r"^rng_state_([0-9]+)\.pth$")
+_DEEPSPEED_SHARD_RE = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_[0-9]+_(optim|model)_states\.pt$")
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,8 @@ def inspect_checkpoint(checkpoint: Path, *, verify: Verify) -> Verdict:
         files = list_files(checkpoint)
     except (CheckpointError, OSError) as error:
         return Verdict(None, (str(error),))
+    except RecursionError:
+        return Verdict(None, ("its directories are nested too deep to be listed",))
     if JIT_SENTINEL_NAME in files:
         return Verdict(manifest, (f"{JIT_SENTINEL_NAME} says that its save did not finish",))
     if manifest is None:
@@ -119,12 +130,14 @@ def file_problem(checkpoint: Path, entry: FileEntry) -> str | None:
     """Compare one file with its entry, digest included; None where it is right. Reads the whole file."""
     try:
         path = resolve_inside(checkpoint, entry.path)
-        size = path.stat().st_size
-        if size != entry.size:
-            return f"{entry.path} has {size} bytes instead of {entry.size}"
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):  # reading a pipe would wait for its writer
+            return f"{entry.path} is no regular file"
+        if info.st_size != entry.size:
+            return f"{entry.path} has {info.st_size} bytes instead of {entry.size}"
         if digest_file(path) != entry.digest:
             return f"{entry.path} has other content than when it was saved (digest differs)"
-    except (OSError, CheckpointError) as error:
+    except (OSError, ValueError, CheckpointError) as error:  # ValueError: no name that the system can be asked for
         return f"{entry.path}: {error}"
     return None
 
@@ -138,7 +151,7 @@ def tensorless_weights(checkpoint: Path, paths: Iterable[str]) -> list[str]:
     weights = [path for path in paths if path.endswith(".safetensors")]
     try:
         return [path for path in weights if not _tensor_names(checkpoint / path)]
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"weights just saved to {checkpoint} cannot be read back: {error}") from error
 
 
@@ -205,8 +218,18 @@ def _missing_rng_states(files: dict[str, FileStat], replicas: int | None) -> lis
     ranks = rng_ranks(files)
     if not ranks:
         return []
-    expected = range(max(replicas or 0, max(ranks) + 1))
-    return [f"rng_state_{rank}.pth is missing" for rank in expected if rank not in ranks]
+    expected = max(replicas or 0, max(ranks) + 1)
+    return list(_absent(ranks, expected, "rng_state_{}.pth is missing"))
+
+
+def _absent(ranks: set[int], expected: int, text: str) -> Iterator[str]:
+    """``text`` with the number of each of the ``expected`` ranks that is not among ``ranks``; of many, the first."""
+    missing = (rank for rank in itertools.count() if rank not in ranks)
+    first = list(itertools.takewhile(lambda rank: rank < expected, itertools.islice(missing, _LISTED_RANKS)))
+    yield from (text.format(rank) for rank in first)
+    more = expected - sum(rank < expected for rank in ranks) - len(first)
+    if more > 0:
+        yield f"so are those of {more} more ranks"
 
 
 def _missing_deepspeed_files(checkpoint: Path, files: dict[str, FileStat], replicas: int | None) -> list[str]:
@@ -215,7 +238,7 @@ def _missing_deepspeed_files(checkpoint: Path, files: dict[str, FileStat], repli
     if "latest" not in files:
         return ["latest is missing (DeepSpeed would load nothing)"]
     try:
-        tag = (checkpoint / "latest").read_text(encoding="utf-8").strip()
+        tag = _read_tag(checkpoint / "latest")
     except (OSError, UnicodeDecodeError) as error:
         return [f"latest cannot be read: {error}"]
     folder = [path for path in files if path.startswith(f"{tag}/")]
@@ -227,9 +250,17 @@ def _missing_deepspeed_files(checkpoint: Path, files: dict[str, FileStat], repli
     for kind in ("optim", "model"):
         matches = (_DEEPSPEED_SHARD_RE.search(path) for path in folder)
         ranks = {int(match.group(1)) for match in matches if match and match.group(2) == kind}
-        expected = range(max(replicas or 0, max(ranks) + 1)) if ranks else range(0)
-        problems += [f"{tag}/: the {kind} shard of rank {rank} is missing" for rank in expected if rank not in ranks]
+        expected = max(replicas or 0, max(ranks) + 1) if ranks else 0
+        problems += (
+            f"{tag}/: {problem}" for problem in _absent(ranks, expected, f"the {kind} shard of rank {{}} is missing")
+        )
     return problems
+
+
+def _read_tag(latest: Path) -> str:
+    """The directory that DeepSpeed's ``latest`` names. What is too long for a name is cut: nothing has that name."""
+    with open(latest, "rb") as stream:
+        return stream.read(_MAX_TAG_BYTES).decode("utf-8").strip()
 
 
 def _missing_listed_files(checkpoint: Path, files: dict[str, FileStat]) -> list[str]:
@@ -281,20 +312,28 @@ def structure_problem(path: Path, *, thorough: bool) -> str | None:
         thorough: also compare the checksums of every record in a torch (zip) file, which reads all of it.
     """
     try:
+        if not path.is_file():
+            return "is no regular file"
         if path.name.endswith(".safetensors"):
             _tensor_names(path)
         elif path.name.endswith(".json"):
-            json.loads(path.read_text(encoding="utf-8"))
+            return _json_problem(path)
         elif path.name.endswith((".pt", ".pth", ".bin", ".distcp")):
             return _torch_file_problem(path, thorough=thorough)
-        elif path.name == "latest" and not path.read_text(encoding="utf-8").strip():
+        elif path.name == "latest" and not _read_tag(path):
             return "is empty"
         elif path.name == ".metadata":
-            with open(path, "rb") as stream:
-                for _ in pickletools.genops(stream):
-                    pass
+            for _ in _pickle_operations(path):
+                pass
     except Exception as error:
-        return f"is damaged or truncated ({type(error).__name__}: {error})"
+        return f"is damaged or truncated ({type(error).__name__}: {str(error)[:_MAX_ERROR_TEXT]})"
+    return None
+
+
+def _json_problem(path: Path) -> str | None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if path.name == TRAINER_STATE_NAME and not (type(content) is dict and type(content.get("global_step")) is int):
+        return "does not say at which step it was saved"
     return None
 
 
@@ -314,9 +353,27 @@ def _torch_file_problem(path: Path, *, thorough: bool) -> str | None:
         return None  # torch's format before 1.6: there is nothing to compare it with
     if magic != _ZIP_MAGIC:
         return "is no torch file" if magic else "is empty"
-    with zipfile.ZipFile(path) as archive:
+    with _torch_zip(path) as archive:
         damaged = archive.testzip() if thorough else None
     return None if damaged is None else f"is damaged: the checksum of {damaged} differs"
+
+
+@contextlib.contextmanager
+def _torch_zip(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The records of a torch file. They are never compressed, so together they cannot be larger than the file.
+
+    One that claims more could make its reader allocate, or read, without end.
+    """
+    with zipfile.ZipFile(path) as archive:
+        claimed = sum(max(record.file_size, record.compress_size) for record in archive.infolist())
+        if claimed > path.stat().st_size:
+            raise zipfile.BadZipFile(f"its records claim {claimed} bytes")
+        yield archive
+
+
+def _pickle_operations(path: Path) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
+    """The operations of a pickle. Read from memory, where a length in it can ask for no more than there is."""
+    return pickletools.genops(io.BytesIO(path.read_bytes()))
 
 
 def _shards_in_index(path: Path) -> set[str]:
@@ -329,10 +386,9 @@ def _shards_in_index(path: Path) -> set[str]:
 def _strings_in_pickle(path: Path, *, suffix: str) -> set[str]:
     found: set[str] = set()
     try:
-        with open(path, "rb") as stream:
-            for _, argument, _ in pickletools.genops(stream):
-                if isinstance(argument, str) and argument.endswith(suffix):
-                    found.add(argument)
+        for _, argument, _ in _pickle_operations(path):
+            if isinstance(argument, str) and argument.endswith(suffix):
+                found.add(argument)
     except Exception:
         # structure_problem reports the damaged file itself.
         return found
@@ -342,7 +398,7 @@ def _strings_in_pickle(path: Path, *, suffix: str) -> set[str]:
 def _number_in_torch_file(path: Path, *, key: str) -> int | None:
     """The integer that follows the string ``key`` in a torch file's pickle, read without unpickling."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _torch_zip(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             with archive.open(name) as stream:
                 return _number_after(stream, key)
@@ -356,5 +412,5 @@ def _number_after(stream: IO[bytes], key: str) -> int | None:
         if argument == key:
             seen_key = True
         elif seen_key and isinstance(argument, int) and "PUT" not in opcode.name:
-            return argument
+            return argument if 0 < argument <= _MAX_RANKS else None
     return None

@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import reprlib
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +21,13 @@ from safe_trainer.errors import CheckpointError
 from safe_trainer.layout import MANIFEST_NAME, check_relative_path
 
 FORMAT = 1
+# Some 300 000 files. What is larger is no manifest, and is not read: JSON takes many times its size in memory.
+MAX_BYTES = 64 << 20
+
+# PATH_MAX: no file system call takes a longer one.
+_MAX_PATH_BYTES = 4096
+_MAX_COUNT = 2**63 - 1
+_DIGEST_RE = re.compile(r"[0-9a-f]{32}")
 
 Scope = Literal["full", "part"]
 T = TypeVar("T")
@@ -107,6 +117,11 @@ class Manifest:
         """
         path = checkpoint / MANIFEST_NAME
         try:
+            info = path.stat()
+            if not stat.S_ISREG(info.st_mode):  # a pipe would be waited for, a device has no end
+                raise ManifestError(f"{path} is no regular file")
+            if info.st_size > MAX_BYTES:
+                raise ManifestError(f"{path} is damaged: it has {info.st_size} bytes, more than any manifest")
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
@@ -117,35 +132,43 @@ class Manifest:
         except CheckpointError:
             raise
         except Exception as error:  # whatever a damaged file makes of the parsers
-            raise ManifestError(f"{path} is damaged: {error!r}") from error
+            raise ManifestError(f"{path} is damaged: {type(error).__name__}: {str(error)[:500]}") from error
 
     @classmethod
     def _parse(cls, document: dict[str, Any]) -> Manifest:
         version = document.pop("format")
-        if version != FORMAT:
+        if type(version) is not int or version != FORMAT:  # true and 1.0 are equal to 1
             raise ManifestError(
-                f"the manifest has format {version!r}, this version of safe_trainer reads {FORMAT}; update it."
+                f"the manifest has format {reprlib.repr(version)}, this version of safe_trainer reads {FORMAT}; "
+                "update it."
             )
         files = tuple(_checked(FileEntry(**entry), _FILE_FIELDS) for entry in _items(document.pop("files")))
         warnings = tuple(_items(document.pop("warnings", [])))
         manifest = _checked(cls(files=files, warnings=warnings, **document), _MANIFEST_FIELDS)
         for entry in files:
             check_relative_path(entry.path)
+        if len(manifest.by_path()) != len(files):
+            raise ValueError("it lists a path twice")
         return manifest
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
 def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
+def _is_file_name(value: Any) -> bool:
+    """Whether the system can be asked for it at all: raises where it cannot be encoded (a lone surrogate)."""
+    return _is_text(value) and len(os.fsencode(value)) <= _MAX_PATH_BYTES
+
+
 _FILE_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "path": _is_text,
+    "path": _is_file_name,
     "size": _is_count,
-    "digest": _is_text,
+    "digest": lambda digest: _is_text(digest) and _DIGEST_RE.fullmatch(digest) is not None,
     "rank": _is_count,
     "mode": lambda mode: _is_count(mode) and mode <= 0o7777,
 }
@@ -165,11 +188,11 @@ def _checked(value: T, fields: dict[str, Callable[[Any], bool]]) -> T:
     """``value``, if all its fields are what they must be: a file of another origin can hold anything."""
     for name, is_right in fields.items():
         if not is_right(getattr(value, name)):
-            raise ValueError(f"{name} cannot be {getattr(value, name)!r}")
+            raise ValueError(f"{name} cannot be {reprlib.repr(getattr(value, name))}")
     return value
 
 
 def _items(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise ValueError(f"a list was expected, not {value!r}")
+        raise ValueError(f"a list was expected, not {reprlib.repr(value)}")
     return value
