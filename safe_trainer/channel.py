@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,6 +51,8 @@ class Channel:
     ) -> None:
         self._group = group
         self._watch = watch
+        if watch is not None:
+            weakref.finalize(self, watch.stop)
         self.rank = rank
         self.world_size = world_size
         self.host = socket.gethostname()
@@ -92,6 +95,11 @@ class Channel:
         """Nothing more is to come for now: training has ended. The next step needs no preparation. Not collective."""
         if self._watch is not None:
             self._watch.rest()
+
+    @property
+    def watch(self) -> Watch | None:
+        """The watch over this channel's ranks; None where this process is the only one."""
+        return self._watch
 
     @property
     def is_lost(self) -> bool:

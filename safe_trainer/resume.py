@@ -34,7 +34,7 @@ from safe_trainer.layout import (
 )
 from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.run import Run
-from safe_trainer.save import writing_rank
+from safe_trainer.save import require_space, writing_rank
 from safe_trainer.topology import Domain, format_ranks, wait_until_visible
 from safe_trainer.transfer import plan_shipments, ship
 
@@ -471,12 +471,14 @@ def _ship_missing(
     def stage_present() -> None:
         need = needs[run.channel.rank]
         if run.topology.is_leader and need.copy:
+            lacking = sum(entry.size for entry in inventory.entries if entry.path in need.missing)
+            require_space(run, lacking, f"the copy of {place.path.name} for resuming")
             staged.mkdir(parents=True)
             for entry in inventory.entries:
                 if entry.path not in need.missing:
                     _link_or_copy(place.path / entry.path, staged / entry.path)
 
-    run.channel.together("use what is here", stage_present)
+    run.channel.together("use what is here", stage_present, place=staged)
     shipments = []
     for domain in run.topology.domains:
         missing = [entry for entry in inventory.entries if entry.path in needs[domain.leader].missing]
@@ -487,7 +489,7 @@ def _ship_missing(
             wait_until_visible(staged, timeout_s=run.options.visibility_timeout_s)
         return ship(run.channel, shipments, source_root=place.path, destination_root=staged)
 
-    received = sum(run.channel.together("deliver the checkpoint", receive))
+    received = sum(run.channel.together("deliver the checkpoint", receive, place=staged))
     if run.is_home_leader:
         logger.info("delivered %.1f MB of %s to disks that lacked it", received / 1e6, place.path.name)
 

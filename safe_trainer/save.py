@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import re
+import shutil
 import socket
 import time
 import uuid
@@ -22,7 +23,7 @@ from typing import TypeVar
 from tqdm.auto import tqdm
 
 from safe_trainer.commit import fsync_file
-from safe_trainer.errors import CheckpointError
+from safe_trainer.errors import CheckpointError, InsufficientSpaceError
 from safe_trainer.integrity import digest_file, inspect_checkpoint, tensorless_weights
 from safe_trainer.layout import (
     STAGING_MARKER_PREFIX,
@@ -38,6 +39,7 @@ from safe_trainer.rotation import Rotation, same_directory, stale_steps, steps_t
 from safe_trainer.run import Run
 from safe_trainer.topology import Domain, Topology, poll, wait_until_visible
 from safe_trainer.transfer import Shipment, plan_shipments, ship, total_bytes_by_destination
+from safe_trainer.watch import patient_groups
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,19 @@ _RANK_IN_NAME = (
 
 
 @dataclass(frozen=True)
+class ExpectedBytes:
+    """What a save is expected to need, so that too little room is found before anything is written.
+
+    Attributes:
+        own: bytes that this rank will write on its disk.
+        total: bytes of the whole checkpoint, where that is known; otherwise the sum over all ranks counts.
+    """
+
+    own: int = 0
+    total: int | None = None
+
+
+@dataclass(frozen=True)
 class SaveReport:
     """What a save did.
 
@@ -70,6 +85,7 @@ class SaveReport:
         path: this rank's ``checkpoint-N``; on disks other than home's it may hold a part or not be there.
         files: number of files in the checkpoint, the manifest not counted.
         bytes: their total size.
+        own_bytes: how many of them this rank has written.
         gathered_bytes: how many of them home received from other disks.
         phases_s: seconds spent in each step, by its name, on this rank.
         stall_s: seconds for which training stood still on this rank.
@@ -80,6 +96,7 @@ class SaveReport:
     path: Path
     files: int
     bytes: int
+    own_bytes: int
     gathered_bytes: int
     phases_s: dict[str, float]
     stall_s: float
@@ -119,6 +136,7 @@ def save_checkpoint(
     step: int,
     write: Callable[[Path], None],
     rotation: Callable[[], Rotation],
+    expected: Callable[[], ExpectedBytes] = ExpectedBytes,
     show_progress: bool = False,
 ) -> SaveReport:
     """Save one checkpoint: it is committed as a whole on home, or nothing has changed; collective.
@@ -128,16 +146,18 @@ def save_checkpoint(
         step: the global step.
         write: writes this rank's files below the directory that it is given, which exists. Every rank enters it.
         rotation: asked on rank 0, after it has written, for what ``save_total_limit`` wants.
+        expected: what this save will need at least.
         show_progress: whether a bar may appear on home's leader.
 
     Raises:
+        InsufficientSpaceError: a disk has too little room; nothing was written.
         CheckpointError: on every rank alike; what was committed before is as it was.
     """
     clock = _Clock()
     staged = run.directory.layout.staging / run.next_name(str(step)) / checkpoint_name(step)
     try:
         with clock.phase("prepare"):
-            _prepare(run, staged)
+            _prepare(run, step, staged, expected)
         with clock.phase("write"):
             _write(run, staged, write)
         with clock.phase("list"):
@@ -160,6 +180,7 @@ def save_checkpoint(
         path=run.directory.layout.checkpoint(step),
         files=len(manifest.files),
         bytes=manifest.total_bytes,
+        own_bytes=_own_bytes(run, entries),
         gathered_bytes=gathered_bytes,
         phases_s=clock.phases_s,
         stall_s=clock.elapsed_s(),
@@ -205,18 +226,53 @@ def keep_only(run: Run, best: Callable[[], str | None]) -> None:
 # --- the steps ---
 
 
-def _prepare(run: Run, staged: Path) -> None:
+def _prepare(run: Run, step: int, staged: Path, expected: Callable[[], ExpectedBytes]) -> None:
     """Make the staging directory, and put into it what others have written into the final place beforehand."""
     # Once every rank has entered the save, whoever wrote there before calling it has done so.
-    run.channel.together("enter", lambda: None)
+    entered = run.channel.together("enter", lambda: (step, expected()))
+    steps = sorted({other for other, _ in entered})
+    if len(steps) > 1:
+        raise CheckpointError(f"the ranks are at different steps ({steps}); nothing was saved")
+    expectations = [expectation for _, expectation in entered]
 
     def prepare() -> None:
         if run.topology.is_leader:
             run.directory.check_generation()
+            require_space(run, _needed_bytes(run, expectations), f"checkpoint {step}")
             run.directory.make_staging(staged.parent.name, staged.name)
             run.directory.carry_over(staged)
 
-    run.channel.together("prepare", prepare)
+    run.channel.together("prepare", prepare, place=run.root)
+
+
+def _needed_bytes(run: Run, expectations: Sequence[ExpectedBytes]) -> int:
+    """What this domain's disk must have room for: its own part; on home, and for full copies, everything."""
+    total = expectations[run.topology.home.leader].total
+    if total is None:
+        total = sum(expectation.own for expectation in expectations)
+    if run.topology.is_home or run.options.local_copies == "full":
+        return total
+    return sum(expectations[rank].own for rank in run.topology.domain.ranks)
+
+
+def require_space(run: Run, needed: int, what: str) -> None:
+    """Make sure that this disk has room for ``needed`` bytes, besides everything that is on it.
+
+    No checkpoint is deleted for it: what rotation would delete is needed until the new one is there.
+
+    Raises:
+        InsufficientSpaceError: it has not; the text has both numbers.
+    """
+    free = shutil.disk_usage(run.root).free
+    if free < needed:
+        run.directory.empty_trash()
+        free = shutil.disk_usage(run.root).free
+    if free < needed:
+        raise InsufficientSpaceError(
+            f"{what} needs {needed} bytes on the disk of rank {run.channel.rank}, where {free} are free "
+            f"({run.channel.host}:{run.root}). Nothing was written or deleted. Make room, or lower save_total_limit: one checkpoint "
+            "more than it says must fit."
+        )
 
 
 def _write(run: Run, staged: Path, write: Callable[[Path], None]) -> None:
@@ -228,11 +284,12 @@ def _write(run: Run, staged: Path, write: Callable[[Path], None]) -> None:
         wait_until_visible(staged, timeout_s=run.options.visibility_timeout_s)
         marker.touch()
         try:
-            write(staged)
+            with patient_groups():
+                write(staged)
         finally:
             marker.unlink(missing_ok=True)
 
-    run.channel.together("write", write_own)
+    run.channel.together("write", write_own, place=staged)
 
 
 def _list(run: Run, staged: Path) -> list[dict[str, FileStat]]:
@@ -276,7 +333,7 @@ def _digest(run: Run, staged: Path, listed: Sequence[dict[str, FileStat]]) -> li
                 )
         return entries
 
-    return run.channel.together("digest", digest_own)
+    return run.channel.together("digest", digest_own, place=staged)
 
 
 def _gather(run: Run, staged: Path, chosen: Sequence[FileEntry], *, show_progress: bool) -> int:
@@ -302,7 +359,7 @@ def _gather(run: Run, staged: Path, chosen: Sequence[FileEntry], *, show_progres
         ) as bar:
             return ship(run.channel, shipments, source_root=staged, destination_root=staged, progress=bar.update)
 
-    return sum(run.channel.together("gather", receive))
+    return sum(run.channel.together("gather", receive, place=staged))
 
 
 @dataclass(frozen=True)
@@ -332,7 +389,7 @@ def _commit(run: Run, staged: Path, manifest: Manifest, wishes: Callable[[], Rot
             kept, problems = _rotate(run, staged, rotation)
         return _Decision(noted, kept, noted.warnings + problems)
 
-    decision = run.channel.together("commit", commit)[run.topology.home.leader]
+    decision = run.channel.together("commit", commit, place=staged)[run.topology.home.leader]
     if decision is None:
         raise CheckpointError("home's leader committed without a decision; this is a bug in safe_trainer")
     return decision
@@ -458,6 +515,11 @@ def writing_rank(path: str, domain: Domain) -> int:
         if match is not None and int(match.group(1)) in domain.ranks:
             return int(match.group(1))
     return domain.leader
+
+
+def _own_bytes(run: Run, entries: Sequence[dict[str, FileEntry]]) -> int:
+    own = _merge(entries, run.topology.domain).values()
+    return sum(entry.size for entry in own if entry.rank == run.channel.rank)
 
 
 def choose_copies(entries: Sequence[dict[str, FileEntry]], topology: Topology) -> tuple[FileEntry, ...]:

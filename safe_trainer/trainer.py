@@ -10,17 +10,26 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from safe_trainer.channel import Channel
-from safe_trainer.errors import CheckpointError, IncompleteCheckpointError
+from safe_trainer.errors import (
+    CheckpointError,
+    IncompleteCheckpointError,
+    OptionError,
+    ProcessGroupLostError,
+    RunDirectoryTaken,
+)
 from safe_trainer.layout import MANIFEST_NAME, TRAINER_STATE_NAME, checkpoint_name, checkpoint_step, list_checkpoints
 from safe_trainer.options import CheckpointOptions
+from safe_trainer.preemption import Preemption
 from safe_trainer.resume import (
     Resumption,
     check_world_size,
@@ -32,7 +41,7 @@ from safe_trainer.resume import (
 )
 from safe_trainer.rotation import Rotation
 from safe_trainer.run import Run, open_run
-from safe_trainer.save import SaveReport, keep_only, save_checkpoint
+from safe_trainer.save import ExpectedBytes, SaveReport, keep_only, save_checkpoint
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -42,6 +51,7 @@ else:
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+FAILED_SAVES = "checkpoint/failed_saves"
 _PACKAGES = ("safe_trainer", "transformers", "accelerate", "torch", "deepspeed", "peft", "trl")
 
 
@@ -58,12 +68,14 @@ class SafeCheckpointMixin(_TrainerBase):
 
     Attributes:
         checkpoint_options: the options in force.
-        last_save: what this trainer's last save did; None before the first.
+        last_save: what this trainer's last successful save did; None before the first.
+        failed_saves: how many have failed, with ``on_error="continue"``.
     """
 
     def __init__(self, *args: Any, checkpoint_options: CheckpointOptions | None = None, **kwargs: Any) -> None:
         self.checkpoint_options = CheckpointOptions() if checkpoint_options is None else checkpoint_options
         self.last_save: SaveReport | None = None
+        self.failed_saves = 0
         self._safe_channel: Channel | None = None
         self._safe_run: Run | None = None
         self._safe_lineage = Rotation()
@@ -72,6 +84,10 @@ class SafeCheckpointMixin(_TrainerBase):
         self._safe_staged_run_directory: Path | None = None
         self._safe_deferred_pushes: list[str] = []
         self._safe_best_in_checkpoint: str | None = None
+        # The best metric and its step as of the last committed checkpoint, or of the start of training.
+        self._safe_best_so_far: tuple[float | None, int | None] = (None, None)
+        self._safe_preemption: Preemption | None = None
+        self._safe_is_preempted = False
         super().__init__(*args, **kwargs)
         self.add_callback(_RunCallback(self))
         _set_up_logging(self.args)
@@ -89,17 +105,69 @@ class SafeCheckpointMixin(_TrainerBase):
             *args, **kwargs: as ``Trainer.train`` takes them.
 
         Raises:
+            SystemExit: on every rank, with 128 plus the signal's number: a signal of ``preemption_signals`` came, all
+                ranks have saved at one step, and training has ended there.
             ValueError: True was given and there is no complete checkpoint.
             CheckpointError: on every rank alike, before training starts; see :mod:`safe_trainer.resume`.
         """
         wanted = _normalized(resume_from_checkpoint)
-        if wanted is None and not self._saves_checkpoints():
+        signals = self._take_over_preemption()
+        if wanted is None and not signals and not self._saves_checkpoints():
             self._safe_run = None
             return super().train(None, *args, **kwargs)
+        self._check_engine()
         trial = kwargs.get("trial", args[0] if args else None)
         self._safe_run = self._open_run(trial)
         path = self._find_checkpoint(self._safe_run, wanted)
-        return super().train(path, *args, **kwargs)
+        self._safe_is_preempted = False
+        with Preemption(self._safe_run.channel, signals) as self._safe_preemption:
+            output = super().train(path, *args, **kwargs)
+        if self._safe_is_preempted:
+            code = self._safe_preemption.exit_code
+            logger.warning(
+                "Preempted (%s): stopped at step %d, exiting with code %d.",
+                self._safe_preemption.reason,
+                self.state.global_step,
+                code,
+            )
+            raise SystemExit(code)
+        return output
+
+    def _take_over_preemption(self) -> tuple[signal.Signals, ...]:
+        """The signals at which to save and stop. transformers' just-in-time checkpoint, which saves on each rank for
+        itself at whatever step that rank sees the signal, gives way to ours."""
+        signals = self.checkpoint_options.signals()
+        if getattr(self.args, "enable_jit_checkpoint", False):
+            for callback in list(self.callback_handler.callbacks):
+                manager = getattr(callback, "jit_manager", None)
+                if manager is not None:
+                    signal.signal(signal.SIGTERM, manager._original_sigterm_handler or signal.SIG_DFL)
+                    self.remove_callback(callback)
+                    logger.info("enable_jit_checkpoint: SafeTrainer saves on SIGTERM, at one step on all ranks.")
+            return signals or (signal.SIGTERM,)
+        return signals if self._saves_checkpoints() else ()
+
+    def _check_engine(self) -> None:
+        """Refuse, before training, what cannot give a complete checkpoint.
+
+        Raises:
+            OptionError: DeepSpeed is configured to go on writing after a save has returned.
+        """
+        if not self.is_deepspeed_enabled:
+            return
+        config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
+        writer = config.get("checkpoint", {}).get("writer") or {}
+        asynchronous = {
+            "checkpoint.writer.decoupled": writer.get("decoupled", False),
+            "datastates_ckpt": bool(config.get("datastates_ckpt")),
+            "nebula.enabled": config.get("nebula", {}).get("enabled", False),
+        }
+        for name, is_set in asynchronous.items():
+            if is_set:
+                raise OptionError(
+                    f"the DeepSpeed config sets {name}: its files would still be written after the save has returned, "
+                    "so no checkpoint could be known to be complete. Remove it."
+                )
 
     def _saves_checkpoints(self) -> bool:
         strategy = self.args.save_strategy
@@ -112,7 +180,10 @@ class SafeCheckpointMixin(_TrainerBase):
         the trial.
         """
         if self._safe_channel is None:
-            self._safe_channel = Channel.open(timeout_s=self.checkpoint_options.timeout_s)
+            self._safe_channel = Channel.open(
+                timeout_s=self.checkpoint_options.timeout_s,
+                waits_for_slow=self.checkpoint_options.on_error == "continue",
+            )
         self._warn_where_ranks_are_mistaken(self._safe_channel)
         own = os.path.relpath(super()._get_output_dir(trial), self.args.output_dir)
         relative = self._safe_channel.together("agree on the run directory", lambda: own)[0]
@@ -186,6 +257,7 @@ class SafeCheckpointMixin(_TrainerBase):
         run = self._safe_run
         if run is None:
             return
+        self._safe_best_so_far = self._best_metric()
         steps = run.channel.together("compare the ranks' steps", lambda: self.state.global_step)
         if len(set(steps)) > 1:
             listing = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
@@ -220,22 +292,90 @@ class SafeCheckpointMixin(_TrainerBase):
             finally:
                 self._safe_staged_run_directory = None
 
+        self._let_on_save_pass()
         try:
             self.last_save = save_checkpoint(
                 run,
                 step=self.state.global_step,
                 write=write,
                 rotation=self._rotation,
+                expected=self._expected_bytes,
                 show_progress=not self.args.disable_tqdm,
             )
+        except CheckpointError as error:
+            self._forget_failed_save(best_before)
+            if self.checkpoint_options.on_error == "raise" or isinstance(
+                error, (ProcessGroupLostError, RunDirectoryTaken)
+            ):
+                raise
+            self._go_on_without(error)
+            return
         except BaseException:
-            self.state.best_model_checkpoint = best_before
-            self._safe_deferred_pushes.clear()
+            self._forget_failed_save(best_before)
             raise
+        self._safe_best_so_far = self._best_metric()
         # Every rank has left the point at which it read what was delivered for resuming.
         clear_deliveries(run)
         while self._safe_deferred_pushes:
             super()._push_from_checkpoint(self._final_path(Path(self._safe_deferred_pushes.pop(0)).name, trial))
+
+    def _forget_failed_save(self, best_before: str | None) -> None:
+        """Only a committed checkpoint is the best one."""
+        self.state.best_model_checkpoint = best_before
+        self._safe_deferred_pushes.clear()
+        is_new_best = getattr(self.state, "best_global_step", None) in (None, self.state.global_step)
+        if is_new_best:
+            self.state.best_metric, best_step = self._safe_best_so_far
+            if hasattr(self.state, "best_global_step"):  # transformers 4.50 and newer
+                self.state.best_global_step = best_step
+
+    def _best_metric(self) -> tuple[float | None, int | None]:
+        return self.state.best_metric, getattr(self.state, "best_global_step", None)
+
+    def _go_on_without(self, error: CheckpointError) -> None:
+        self.failed_saves += 1
+        if self.args.process_index == 0:
+            logger.error(
+                "The checkpoint of step %d was NOT saved (failure %d; on_error='continue'): %s. Training goes on; the "
+                "next save tries again. What was committed before is unchanged.",
+                self.state.global_step,
+                self.failed_saves,
+                error,
+            )
+        self.log({FAILED_SAVES: float(self.failed_saves)})
+        self._hold_on_save_back()
+
+    def _hold_on_save_back(self) -> None:
+        """The Trainer class calls ``on_save`` although nothing was saved; callbacks must not look for a checkpoint."""
+
+        def on_save(args: TrainingArguments, state: TrainerState, control: TrainerControl) -> TrainerControl:
+            self._let_on_save_pass()
+            control.should_save = False
+            return control
+
+        self.callback_handler.on_save = on_save
+
+    def _let_on_save_pass(self) -> None:
+        with contextlib.suppress(AttributeError):
+            del self.callback_handler.on_save  # the instance's; the class has its own
+
+    def _expected_bytes(self) -> ExpectedBytes:
+        """What the last save needed, or at least what the weights and the optimizer's state take."""
+        if self.last_save is not None:
+            return ExpectedBytes(own=self.last_save.own_bytes, total=self.last_save.bytes)
+        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if not is_sharded and self.args.process_index != 0:
+            return ExpectedBytes()
+        # Each DeepSpeed rank has a copy of the weights (or, in ZeRO-3, none that can be seen); only one writes them.
+        writes_weights = self.args.process_index == 0 or not self.is_deepspeed_enabled
+        weights = (
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad] if writes_weights else []
+        )
+        engine: Any = getattr(self, "deepspeed", None)
+        optimizer: Any = self.optimizer if engine is None else engine.optimizer
+        states = [] if self.args.save_only_model else (getattr(optimizer, "state", None) or {}).values()
+        tensors = [value for state in states if isinstance(state, dict) for value in state.values()]
+        return ExpectedBytes(own=_local_bytes([*weights, *tensors]))
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._safe_staged_run_directory is not None:
@@ -297,6 +437,8 @@ class SafeCheckpointMixin(_TrainerBase):
 
     def _load_best_model(self) -> None:
         """As stock, with the best checkpoint on every node first: all ranks load it, or none."""
+        if self._safe_is_preempted:
+            return
         run = self._safe_run
         best = self.state.best_model_checkpoint
         if run is None or best is None:
@@ -316,13 +458,29 @@ class SafeCheckpointMixin(_TrainerBase):
 
     def _remove_all_but_best(self) -> None:
         """What stock does when training ends with ``save_total_limit=1``, in one step each and on every disk."""
-        if self._safe_run is not None and self.args.save_total_limit == 1:
+        if self._safe_is_preempted:
+            # Training has not ended: what was just saved must stay. Stock deletes nothing where there is no best one.
+            self.state.best_model_checkpoint = None
+        elif self._safe_run is not None and self.args.save_total_limit == 1:
             keep_only(self._safe_run, lambda: self.state.best_model_checkpoint)
 
     def _end_run(self) -> None:
-        if self._safe_run is not None:
+        if self._safe_run is not None and not self._safe_run.channel.is_lost:
             run = self._safe_run
             run.channel.together("end", lambda: clear_deliveries(run))
+            run.channel.rest()
+
+    def _stop_where_agreed(self, control: TrainerControl) -> None:
+        """After a signal, save and stop at the step on which all ranks agree."""
+        preemption = self._safe_preemption
+        if preemption is None or not preemption.stops_at(self.state.global_step):
+            return
+        if not self._safe_is_preempted and self.args.process_index == 0:
+            logger.warning("%s: saving at step %d and stopping.", preemption.reason, self.state.global_step)
+        self._safe_is_preempted = True
+        control.should_save = True
+        control.should_evaluate = False  # there is little time, and an evaluation may take the save back
+        control.should_training_stop = True
 
 
 class _RunCallback(TrainerCallback):
@@ -335,6 +493,15 @@ class _RunCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._trainer._check_resumed_state()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer._stop_where_agreed(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._trainer._safe_is_preempted:
+            control.should_save = control.should_evaluate = False  # done at the end of the step
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The summary at the end of training is the last thing before the stock code deletes checkpoints itself.
@@ -388,6 +555,14 @@ def _set_up_logging(args: TrainingArguments) -> None:
         handler.setFormatter(logging.Formatter("[%(levelname)s|safe_trainer] %(message)s"))
         package.addHandler(handler)
         package.propagate = False
+
+
+def _local_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of this rank's part of ``tensors``, each counted once; what is no tensor counts nothing."""
+    own = {
+        id(tensor): getattr(tensor, "_local_tensor", tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)
+    }
+    return sum(tensor.numel() * tensor.element_size() for tensor in own.values())
 
 
 def _normalized(resume_from_checkpoint: str | os.PathLike[str] | bool | None) -> str | bool | None:

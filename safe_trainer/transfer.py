@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from safe_trainer.channel import Channel
-from safe_trainer.errors import CheckpointError
+from safe_trainer.errors import CheckpointError, ConsequenceError
 from safe_trainer.layout import resolve_inside
 from safe_trainer.manifest import FileEntry
 from safe_trainer.topology import Domain
@@ -145,7 +145,7 @@ def _receive_file(
             channel.receive(length, from_rank=shipment.source)
             count = int(length.item())
             if count == _FAILED:
-                return CheckpointError(f"{shipment.entry.path} could not be read on rank {shipment.source}")
+                return ConsequenceError(f"{shipment.entry.path} could not be read on rank {shipment.source}")
             if count == 0:
                 return sink.finish()
             if not 0 < count <= CHUNK_BYTES:

@@ -207,16 +207,13 @@ class Watch:
         self._others: dict[int, tuple[_Beat, float]] = {}
         self._last_scan = 0.0
         self._resting = False
+        self._board: tuple[str, str | None, str | None] | None = None
         self._notice_seen: tuple[int, float] | None = None
         self._last_late_log = 0.0
         self._in_collective: tuple[int, int, float] | None = None
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._stopped = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._pulse, name="safe_trainer pulse", daemon=True),
-            threading.Thread(target=self._guard, name="safe_trainer guard", daemon=True),
-        ]
 
     def start(self) -> None:
         """Begin to beat, and wait until every rank does.
@@ -235,14 +232,22 @@ class Watch:
                     f"{self._timeout_s:g} s: {', '.join(str(rank) for rank in absent)}",
                     missing=absent,
                 ) from error
-        for thread in self._threads:
-            thread.start()
+        self._run_threads()
         atexit.register(self.stop)
+
+    def _run_threads(self) -> None:
+        self._stopped = threading.Event()
+        self._last_round = time.monotonic()
+        for target in (self._pulse, self._guard):
+            threading.Thread(
+                target=target, args=(self._stopped,), name=f"safe_trainer {target.__name__}", daemon=True
+            ).start()
 
     def stop(self) -> None:
         """Stop beating; the others will take this rank for gone if they wait for it."""
         self._stopped.set()
         self._wake.set()
+        atexit.unregister(self.stop)
 
     # --- for the training thread ---
 
@@ -255,6 +260,8 @@ class Watch:
         """Be silent until the next step, without being taken for gone: training has ended, and the store may go."""
         self._resting = True
         self._ask(self._beat, otherwise=None)
+        self._stopped.set()
+        self._wake.set()
 
     @contextlib.contextmanager
     def step(self, phase: str) -> Iterator[_Step]:
@@ -264,7 +271,9 @@ class Watch:
         step = _Step(self._steps_begun, phase, threading.get_ident())
         self._notice_seen = None
         self._step = step
-        self._resting = False
+        if self._resting:
+            self._resting = False
+            self._run_threads()
         try:
             yield step
         except Exception:
@@ -288,6 +297,42 @@ class Watch:
             return numbered
 
         return self._ask(post, otherwise=failure)
+
+    # --- the board: one line for all, between steps, without a collective ---
+
+    def watch_board(self, name: str) -> None:
+        """Look out for an announcement of this name from now on; every rank must do so to see it."""
+        self._board = (name, None, None)
+
+    def announce(self, text: str) -> None:
+        """Put up an announcement for all ranks, unless there is one; may be called from a signal handler."""
+        if self._board is not None and self._board[1] is None:
+            self._board = (self._board[0], text, self._board[2])
+            self._wake.set()
+
+    @property
+    def announcement(self) -> str | None:
+        """What has been announced by any rank, as soon as it is known here."""
+        return None if self._board is None else self._board[2]
+
+    def count_in(self, name: str, value: int) -> int | None:
+        """Leave a number for all ranks to see; the greatest one if this rank is the last to leave one, else None."""
+
+        def leave() -> int | None:
+            self._store.set(f"{name}/{self._rank}", str(value))
+            if self._store.add(f"{name}/count", 1) < self._world_size:
+                return None
+            return max(int(text) for text in self._get_all([f"{name}/{rank}" for rank in range(self._world_size)]))
+
+        return self._ask(leave, otherwise=None)
+
+    def publish(self, name: str, value: int) -> None:
+        """Let all ranks know a number; done when this returns."""
+        self._ask(lambda: self._store.set(name, str(value)), otherwise=None)
+
+    def published(self, name: str) -> int | None:
+        """The number that some rank has published under ``name``, else None."""
+        return self._ask(lambda: int(self._store.get(name)) if self._store.check([name]) else None, otherwise=None)
 
     def settle(self) -> None:
         """All ranks know the failures of this step by the ordinary way, so the group is not lost.
@@ -364,15 +409,16 @@ class Watch:
 
     # --- the pulse ---
 
-    def _pulse(self) -> None:
+    def _pulse(self, stopped: threading.Event) -> None:
         last_beat = -self._beat_interval_s
-        while not self._stopped.is_set():
+        while not stopped.is_set():
             try:
                 while not self._requests.empty():
                     self._requests.get()()
-                if not self._resting and time.monotonic() - last_beat >= self._beat_interval_s:
+                if time.monotonic() - last_beat >= self._beat_interval_s:
                     last_beat = time.monotonic()
                     self._beat()
+                    self._read_board()
                 step = self._step
                 if step is not None and step.age_s() > TICK_S:
                     self._look(step)
@@ -394,6 +440,17 @@ class Watch:
             where, stuck = self._whereabouts(step) if step.age_s() > STUCK_AFTER_S else ("", False)
             beat = _Beat(self._count, step.number, step.phase, step.state, step.age_s(), where, stuck)
         self._store.set(_beat_key(self._rank), json.dumps(dataclasses.asdict(beat)))
+
+    def _read_board(self) -> None:
+        if self._board is None:
+            return
+        name, own, seen = self._board
+        if seen is None and own is not None:
+            seen = str(self._store.compare_set(name, "", own), "utf-8")
+        elif seen is None and self._store.check([name]):
+            seen = str(self._store.get(name), "utf-8")
+        if seen is not None:
+            self._board = (name, own or seen, seen)
 
     def _whereabouts(self, step: _Step) -> tuple[str, bool]:
         """The line at which the training thread is, and whether it has been in one collective for long."""
@@ -505,9 +562,9 @@ class Watch:
 
     # --- the guard ---
 
-    def _guard(self) -> None:
+    def _guard(self, stopped: threading.Event) -> None:
         acted_on: int | None = None
-        while not self._stopped.wait(TICK_S):
+        while not stopped.wait(TICK_S):
             step = self._step
             if step is None or step.number == acted_on:
                 continue

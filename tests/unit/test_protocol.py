@@ -201,9 +201,9 @@ def test_the_number_of_collectives_is_the_same_for_few_and_many_files(tmp_path: 
         calls = []
         together = Channel.together
 
-        def counted(self: Channel, phase: str, action: Callable[[], Any]) -> list[Any]:
+        def counted(self: Channel, phase: str, action: Callable[[], Any], **options: Any) -> list[Any]:
             calls.append(phase)
-            return together(self, phase, action)
+            return together(self, phase, action, **options)
 
         def write(directory: Path) -> None:
             for index in range(files):
