@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import socket
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -152,6 +153,7 @@ class Channel:
         try:
             return _Outcome(action(), None), None
         except Exception as error:
+            _release_locals(error)
             return _Outcome(None, self._failure(error, phase, place)), error
 
     def _failure(self, error: BaseException, phase: str, place: Path | None) -> RankFailure:
@@ -165,6 +167,14 @@ class Channel:
     def receive(self, buffer: torch.Tensor, *, from_rank: int) -> None:
         """Fill a contiguous CPU tensor (1-D) with what ``from_rank`` sends."""
         _pending(dist.irecv(buffer, src=from_rank, group=self._group)).wait(UNLIMITED)
+
+
+def _release_locals(error: BaseException | None) -> None:
+    """Let go of what the frames of an exception hold: a writer that has failed would keep its file open, and the disk
+    full, for as long as anybody keeps the exception."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _pending(work: dist.Work | None) -> dist.Work:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pathlib import Path
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # What torch.save says, without an error number or a path, when it cannot write on (seen on a full disk, torch 2.13).
 _TORCH_CANNOT_WRITE = ("basic_ios::clear", "iostream error", "unexpected pos", "PytorchStreamWriter failed")
+# safetensors tells the system's error number only in the text (seen with safetensors 0.8).
+_RUST_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,10 @@ class RankFailure:
             place: where this rank was writing, for errors that name no path (``torch.save``'s).
         """
         own_path = getattr(error, "filename", None)
-        number = getattr(error, "errno", None)
         message = str(error) or repr(error)
+        number = getattr(error, "errno", None)
+        if number is None and (told := _RUST_ERROR_NUMBER.search(message)):
+            number = int(told.group(1))
         cannot_write = number in _NO_SPACE or any(text in message for text in _TORCH_CANNOT_WRITE)
         path = None if own_path is None else os.fsdecode(own_path) if isinstance(own_path, bytes) else str(own_path)
         if path is None and cannot_write and place is not None:
