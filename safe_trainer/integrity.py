@@ -45,8 +45,8 @@ _MAX_RANKS = 2**31 - 1
 _MAX_TAG_BYTES = 4096
 _MAX_ERROR_TEXT = 500
 
-_RNG_RE = re.compile(r"^rng_state_([0-9]+)\.pth$")
-_DEEPSPEED_SHARD_RE = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_[0-9]+_(optim|model)_states\.pt$")
+_RNG_RE = re.compile(r"^rng_state_([0-9]{1,9})\.pth$")
+_DEEPSPEED_SHARD_RE = re.compile(r"zero_pp_rank_([0-9]{1,9})_mp_rank_[0-9]+_(optim|model)_states\.pt$")
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from safe_trainer.integrity import (
     tensorless_weights,
 )
 from safe_trainer.layout import MANIFEST_NAME, TRAINER_STATE_NAME, check_relative_path, list_files, resolve_inside
-from safe_trainer.manifest import FORMAT, MAX_BYTES, FileEntry, Manifest, ManifestError
+from safe_trainer.manifest import FORMAT, FileEntry, Manifest
 from safe_trainer.options import CheckpointOptions
 from safe_trainer.resume import resume_latest
 from safe_trainer.run import open_run
@@ -264,13 +264,16 @@ def judge(checkpoint: Path) -> None:
         verdict = inspect_checkpoint(checkpoint, verify=verify)  # type: ignore[arg-type]
         assert all(isinstance(problem, str) for problem in verdict.problems)
         check_length(*verdict.problems)
-    with contextlib.suppress(CheckpointError):
+    try:
         files = list_files(checkpoint)
-        size = saved_world_size(checkpoint, files)
-        assert size is None or str(size)
-        for path in files:
-            for thorough in (False, True):
-                structure_problem(checkpoint / path, thorough=thorough)
+    except CheckpointError:
+        return
+    size = saved_world_size(checkpoint, files)
+    assert size is None or 0 < size < 2**63
+    for path in files:
+        for thorough in (False, True):
+            structure_problem(checkpoint / path, thorough=thorough)
+    with contextlib.suppress(CheckpointError):
         tensorless_weights(checkpoint, files)
 
 
@@ -476,13 +479,16 @@ def test_any_tag_in_latest_is_judged(tag: bytes) -> None:
         max_size=3,
     )
 )
+@example(names=["rng_state_999999999.pth"])
 @example(names=["rng_state_99999999999999999999.pth"])
+@example(names=["global_step10/zero_pp_rank_999999999_mp_rank_00_optim_states.pt"])
 @example(names=["rng_state_" + "9" * 200 + ".pth"])
 @example(names=["global_step10/zero_pp_rank_99999999999999999999_mp_rank_00_optim_states.pt"])
 def test_any_rank_in_a_name_is_judged(names: list[str]) -> None:
     """A number in a name is not a number of lines in an error."""
-    with a_checkpoint({**stock_files("zero2"), **dict.fromkeys(names, b"")}) as checkpoint:
-        judge(checkpoint)
+    for kind in ("ddp", "zero2"):
+        with a_checkpoint({**stock_files(kind), **dict.fromkeys(names, b"")}) as checkpoint:
+            judge(checkpoint)
 
 
 @pytest.mark.parametrize("size", [-1, 0, 10**12, 10**5000], ids=["negative", "none", "many", "unspeakable"])
@@ -630,12 +636,6 @@ def test_what_claims_to_be_huge_is_refused_in_little_memory(name: str, make: Cal
         assert all(any(name.rpartition("/")[2] in problem for problem in problems) for problems in verdicts)
         if name != MANIFEST_NAME:
             in_little_memory(lambda: saved_world_size(checkpoint, list_files(checkpoint)))
-
-
-def test_a_manifest_is_not_read_beyond_any_size_that_one_has(tmp_path: Path) -> None:
-    _sparse(tmp_path / MANIFEST_NAME, MAX_BYTES + 1)
-    with pytest.raises(ManifestError, match="more than any manifest"):
-        Manifest.read(tmp_path)
 
 
 # --- the run directory's own state ---

@@ -12,7 +12,7 @@ import pytest
 
 from safe_trainer.errors import CheckpointError, UnsafePathError
 from safe_trainer.layout import MANIFEST_NAME
-from safe_trainer.manifest import FORMAT, FileEntry, Manifest, ManifestError
+from safe_trainer.manifest import FORMAT, MAX_BYTES, FileEntry, Manifest, ManifestError
 
 DIGEST = "0123456789abcdef0123456789abcdef"
 
@@ -128,7 +128,7 @@ def test_a_directory_in_its_place_is_an_error_that_names_it(tmp_path: Path) -> N
         Manifest.read(tmp_path)
 
 
-@pytest.mark.parametrize("version", [0, FORMAT + 1, "1", None])
+@pytest.mark.parametrize("version", [0, FORMAT + 1, "1", None, True, 1.0])
 def test_another_format_is_refused_with_advice(tmp_path: Path, version: object) -> None:
     put(tmp_path, {**document(), "format": version})
     with pytest.raises(ManifestError, match="update"):
@@ -166,6 +166,7 @@ def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
         ("step", 10.5),
         ("step", None),
         ("step", True),
+        ("step", 2**63),
         ("scope", "half"),
         ("scope", None),
         ("files", {}),
@@ -193,12 +194,17 @@ def test_a_wrong_type_is_damage(tmp_path: Path, key: str, value: object) -> None
         ("path", 5),
         ("path", None),
         ("path", ["a"]),
+        ("path", "\ud800"),
+        ("path", "x/" * 4096 + "x"),
         ("size", -1),
         ("size", "5"),
         ("size", 5.0),
         ("size", True),
+        ("size", 2**63),
         ("digest", None),
         ("digest", 5),
+        ("digest", ""),
+        ("digest", DIGEST.upper()),
         ("rank", "0"),
         ("rank", None),
         ("mode", "0644"),
@@ -210,6 +216,27 @@ def test_a_wrong_type_in_a_file_is_damage(tmp_path: Path, key: str, value: objec
     wrong["files"][1][key] = value
     put(tmp_path, wrong)
     with pytest.raises(ManifestError):
+        Manifest.read(tmp_path)
+
+
+def test_a_path_that_is_listed_twice_is_damage(tmp_path: Path) -> None:
+    twice = document()
+    twice["files"].append({**twice["files"][0], "size": 1})
+    put(tmp_path, twice)
+    with pytest.raises(ManifestError, match="twice"):
+        Manifest.read(tmp_path)
+
+
+def test_what_is_too_large_for_a_manifest_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_NAME).touch()
+    os.truncate(tmp_path / MANIFEST_NAME, MAX_BYTES + 1)
+    with pytest.raises(ManifestError, match="more than any manifest"):
+        Manifest.read(tmp_path)
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MANIFEST_NAME)
+    with pytest.raises(ManifestError, match="no regular file"):
         Manifest.read(tmp_path)
 
 
