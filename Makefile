@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-all test-fast lint format clean
+.PHONY: help setup demo test test-all test-fast test-crash lint format clean
 
 help:
 	@echo "make demo       two simulated nodes with separate disks: train, kill, wipe a disk, resume, merge"
 	@echo "make test       lint, types, and the test suite (under 25 minutes on two cores)"
 	@echo "make test-fast  unit tests only (seconds)"
+	@echo "make test-crash a kill at every file system operation, a power cut after each; prints the table"
 	@echo "make test-all   the whole tables: every engine on every kind of disk"
 	@echo "make format     format the code"
 
@@ -35,6 +36,9 @@ test-all: lint
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest tests/unit
+
+test-crash: $(READY)
+	$(BIN)/python -m tests.faults.crash
 
 lint: $(READY)
 	$(BIN)/ruff check .
