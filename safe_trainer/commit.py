@@ -1,4 +1,4 @@
-"""What happens on one disk: staging, fsync, lock, generation, the deciding rename, trash.
+"""What happens on one disk: staging, generation, the deciding rename, trash.
 
 Everything here is done by one process per storage domain, its leader. It knows nothing of other ranks.
 
@@ -13,14 +13,14 @@ trash. Where the file system has no exchange (NFS, FUSE), step 2 is two renames:
 
 2a. rename checkpoint-N to replaced/checkpoint-N                    -> no checkpoint-N; the next run puts the old back
 2b. rename staging/<save>/checkpoint-N to checkpoint-N              -> the new checkpoint; the old one is swept
+
+Where directories are not renamed in one step, step 2 goes file by file (:mod:`safe_trainer.pieces`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import errno
 import json
 import logging
 import os
@@ -32,25 +32,32 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
-
+from safe_trainer.disk import (
+    NO_RENAME,
+    delete_all,
+    entries,
+    fsync_directory,
+    fsync_tree,
+    make_below,
+    read_fresh,
+    remove_if_empty,
+    rename_to_free_name,
+    write_durably,
+)
+from safe_trainer.disk import exchange as exchange
+from safe_trainer.disk import fsync_file as fsync_file
 from safe_trainer.errors import CheckpointError, RunDirectoryTaken
 from safe_trainer.integrity import inspect_checkpoint
-from safe_trainer.layout import JIT_SENTINEL_NAME, MANIFEST_NAME, RunLayout, checkpoint_step
+from safe_trainer.layout import JIT_SENTINEL_NAME, MANIFEST_NAME, RunLayout, checkpoint_step, work_generation
+from safe_trainer.lock import LEASE_S, Check, ClaimGuard, FileLockGuard, Guard, LocksDoNotWork
+from safe_trainer.pieces import commit_in_pieces, finish_pieces, finish_removals, is_promised, remove_in_pieces
 
 logger = logging.getLogger(__name__)
 
-LOCK_POLL_INTERVAL_S = 0.05
 # Tokens of a job that is just finding its storage domains are seconds old.
 STALE_TOKEN_S = 3600.0
-DELETE_ATTEMPTS = 3
-DELETE_RETRY_S = 0.2
-# include/uapi/linux/fs.h and fcntl.h
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
-# The last two come from FUSE file systems that ignore the flag and try a plain rename.
-_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EEXIST, errno.ENOTEMPTY)
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+# How often a generation is written again that somebody has overwritten, where no guard kept him out.
+TAKE_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,12 @@ class Generation:
 class RunDirectory:
     """One run directory as its leader handles it.
 
-    Not guaranteed: that no other job writes here. The lock only keeps jobs on file systems with working locks from
-    renaming at the same moment; the generation, checked right before every rename, decides.
+    Not guaranteed: that no other job writes here. The lock only keeps jobs from renaming at the same moment; the
+    generation, checked right before every rename, decides.
+
+    Args:
+        root: the run directory.
+        lock_timeout_s: longest time in seconds to wait for another job that holds the lock.
     """
 
     def __init__(self, root: Path, *, lock_timeout_s: float) -> None:
@@ -93,39 +104,111 @@ class RunDirectory:
         self._lock_timeout_s = lock_timeout_s
         self._generation: Generation | None = None
         self._names_at_start: frozenset[str] = frozenset()
-        self._warned_no_lock = False
+        self._guard: Guard = FileLockGuard(self.layout.lock_file, holder=self._newest)
+        self._check_lock: Check = _nothing_to_check
+        self._in_pieces = False
+
+    # --- what the file system can do ---
+
+    def use_claims(self, reason: str) -> None:
+        """From now on the lock is a claim file; said once, at warning level.
+
+        Args:
+            reason: why file locks are of no use here.
+        """
+        if isinstance(self._guard, ClaimGuard):
+            return
+        logger.warning(
+            "%s has no working file locks (%s). Saves are correct without: one process commits. Against other jobs, "
+            "%s takes their place; what a dead job on another host leaves of it holds up the next one for %g s.",
+            self.layout.root,
+            reason,
+            self.layout.claim_file,
+            LEASE_S,
+        )
+        self._guard = ClaimGuard(self.layout.claim_file, short_lived=self.layout.tokens, trash=self.layout.trash)
+
+    def use_pieces(self, reason: str) -> None:
+        """From now on checkpoints are committed and removed file by file; said once, at warning level.
+
+        Args:
+            reason: why directories are not renamed in one step here.
+        """
+        if self._in_pieces:
+            return
+        logger.warning(
+            "%s does not rename directories in one step (%s). Checkpoints arrive there file by file, the manifest "
+            "last; what a crash leaves unfinished is finished at the next start of SafeTrainer. Nothing else should "
+            "resume from there after a crash.",
+            self.layout.root,
+            reason,
+        )
+        self._in_pieces = True
 
     # --- the start of a run ---
 
     def newest_generation(self) -> int:
         """The number of the newest run that has started here; 0 if none has."""
-        return self._read_generation().number
+        return self._newest().number
 
-    def take(self, generation: Generation) -> None:
-        """Make ``generation`` the one that may commit here, and finish or clear away what dead runs left.
+    def take(self, generation: Generation) -> Generation:
+        """Start a run on home: make it the one that may commit here, and finish or clear away what dead runs left.
+
+        Where a run with that number or a greater one has started meanwhile, this one takes the next number: the later
+        one wins.
+
+        Returns:
+            The generation that was taken.
 
         Raises:
-            RunDirectoryTaken: a run of that or a greater number has started meanwhile.
+            CheckpointError: the lock is held, or others overwrite the generation without heeding it.
         """
+        return self._start(generation, is_home=True)
+
+    def follow(self, generation: Generation) -> None:
+        """Start a run on another disk than home, with the generation that home has given it.
+
+        The greater number wins, and of equal ones the greater run id: they come from jobs whose homes are different
+        disks, and all disks must come to the same answer.
+
+        Raises:
+            RunDirectoryTaken: a newer run has started here meanwhile; nothing was changed.
+            CheckpointError: as :meth:`take`.
+        """
+        self._start(generation, is_home=False)
+
+    def _start(self, generation: Generation, *, is_home: bool) -> Generation:
         self.layout.area.mkdir(parents=True, exist_ok=True)
         fsync_directory(self.layout.root)
         with self.lock():
-            current = self._read_generation()
-            if current.number >= generation.number:
-                raise RunDirectoryTaken(f"{self.layout.root}: {current} has started at the same time; start again.")
-            _write_durably(self.layout.generation_file, json.dumps(dataclasses.asdict(generation)))
+            generation = self._write_generation(generation, is_home=is_home)
             self._generation = generation
+            finish_pieces(self.layout)
             self._put_back_replaced()
-            # Older runs' staging is dead, or belongs to a job that is fenced off by now.
-            self._discard_all(self.layout.staging)
-            self._discard_all(self.layout.delivered)
-            self._discard_all(self.layout.tokens, older_than_s=STALE_TOKEN_S)
-            for temporary in self.layout.area.glob(f"{self.layout.generation_file.name}.*"):
-                self.discard(temporary)
+            self._sweep(generation.number)
             self._names_at_start = frozenset(
-                entry.name for entry in os.scandir(self.layout.root) if checkpoint_step(entry.name) is not None
+                entry.name for entry in entries(self.layout.root) if checkpoint_step(entry.name) is not None
             )
         self.empty_trash()
+        return generation
+
+    def _write_generation(self, generation: Generation, *, is_home: bool) -> Generation:
+        for _ in range(TAKE_ATTEMPTS):
+            current = self._newest()
+            if is_home and current.number >= generation.number:
+                generation = dataclasses.replace(generation, number=current.number + 1)
+            elif (current.number, current.run_id) > (generation.number, generation.run_id):
+                raise RunDirectoryTaken(
+                    f"{self.layout.root} now belongs to {current}, which has started after {generation}. Nothing was "
+                    "changed. Stop the older job, or give each job an output_dir of its own."
+                )
+            write_durably(self.layout.generation_file, json.dumps(dataclasses.asdict(generation)))
+            if self._newest() == generation:
+                return generation
+        raise CheckpointError(
+            f"{self.layout.generation_file} does not keep what is written there: it is {self._newest()} each time. "
+            "Another job starts in this run directory again and again, or the file system loses writes."
+        )
 
     def check_generation(self) -> None:
         """Raise unless this run is still the newest here.
@@ -133,7 +216,7 @@ class RunDirectory:
         Raises:
             RunDirectoryTaken: a newer run has started.
         """
-        current = self._read_generation()
+        current = self._newest()
         if self._generation is None or current.run_id != self._generation.run_id:
             raise RunDirectoryTaken(
                 f"{self.layout.root} now belongs to {current}; this is "
@@ -141,38 +224,66 @@ class RunDirectory:
                 "older job, or give each job an output_dir of its own."
             )
 
-    def _read_generation(self) -> Generation:
-        try:
-            generation = Generation(**json.loads(self.layout.generation_file.read_text(encoding="utf-8")))
-            if type(generation.number) is not int:
-                raise ValueError(f"number {generation.number!r}")
-            return generation
-        except FileNotFoundError:
+    def _check_is_ours(self) -> None:
+        """Right before a deciding rename: the lock has not been lost, and no newer run has started."""
+        self._check_lock()
+        self.check_generation()
+
+    def _newest(self) -> Generation:
+        content = read_fresh(self.layout.generation_file)
+        if content is None:
             return Generation(0)
+        try:
+            generation = Generation(**json.loads(content))
+            if type(generation.number) is not int or type(generation.run_id) is not str:
+                raise ValueError(f"number {generation.number!r}, run id {generation.run_id!r}")
+            return generation
         except (ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{self.layout.generation_file} is damaged ({error}). If no other job runs here, delete it."
             ) from error
 
+    def _sweep(self, number: int) -> None:
+        """Clear away what runs up to generation ``number`` left: they are dead, or fenced off by now.
+
+        What a newer run has made stays, and so do names that are not the package's.
+        """
+        for entry in (*entries(self.layout.staging), *entries(self.layout.delivered)):
+            generation = work_generation(entry.name)
+            if generation is None or generation > number:
+                logger.debug("%s is not an older run's; it stays", entry)
+            else:
+                self.discard(entry)
+        for entry in entries(self.layout.tokens):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - entry.lstat().st_mtime >= STALE_TOKEN_S:
+                    self.discard(entry)
+        for temporary in self.layout.area.glob(f"{self.layout.generation_file.name}.*"):
+            self.discard(temporary)
+
     def _put_back_replaced(self) -> None:
         """Finish a replacement that a crash cut between its two renames: the old checkpoint gets its name back."""
-        for old in _entries(self.layout.replaced):
+        for old in entries(self.layout.replaced):
             final = self.layout.root / old.name
             if final.is_dir() and inspect_checkpoint(final, verify="size").intact:
                 self.discard(old)
                 continue
             logger.warning("Putting back %s, which a killed save had moved aside.", final)
-            if os.path.lexists(final):
-                self.discard(final)  # an empty directory, say, that a late writer has brought back
-            os.rename(old, final)
-            fsync_directory(self.layout.root)
+            self._put_back(old)
+
+    def _put_back(self, old: Path) -> None:
+        final = self.layout.root / old.name
+        if os.path.lexists(final):
+            self.discard(final)  # an empty directory, say, that a late writer has brought back
+        os.rename(old, final)
+        fsync_directory(self.layout.root)
 
     # --- a save ---
 
     def make_staging(self, name: str, checkpoint: str) -> Path:
         """Make ``staging/<name>/<checkpoint>`` and return it. Modes follow the umask, as for stock."""
         path = self.layout.staging / name / checkpoint
-        path.mkdir(parents=True)
+        make_below(self.layout.staging, lambda: path.mkdir(parents=True))
         return path
 
     def carry_over(self, staged: Path) -> list[str]:
@@ -210,32 +321,55 @@ class RunDirectory:
 
         Raises:
             RunDirectoryTaken: a newer run has started; nothing was changed.
+            CheckpointError: the lock was lost to another job; nothing was changed.
         """
         final = self.layout.root / staged.name
-        fsync_tree(staged)
-        self.check_generation()
-        if not os.path.lexists(final):
-            os.rename(staged, final)
-        elif exchange(staged, final):
+        try:
+            fsync_tree(staged)
+        except FileNotFoundError:
+            self.check_generation()  # a newer run sweeps the staging directories of older ones
+            raise
+        self._check_is_ours()
+        if not self._in_pieces:
+            try:
+                self._rename_into_place(staged, final)
+            except OSError as error:
+                if error.errno not in NO_RENAME:
+                    raise
+                self.use_pieces(str(error))
+        if self._in_pieces:
+            commit_in_pieces(self.layout, staged, final)
+        fsync_directory(self.layout.root)
+        return final
+
+    def _rename_into_place(self, staged: Path, final: Path) -> None:
+        if not os.path.lexists(final) and rename_to_free_name(staged, final):
+            return
+        if exchange(staged, final):
             fsync_directory(self.layout.root)
             self.discard(staged)
         else:
             self._replace_by_two_renames(staged, final)
-        fsync_directory(self.layout.root)
-        return final
 
     def _replace_by_two_renames(self, staged: Path, final: Path) -> None:
-        self.layout.replaced.mkdir(exist_ok=True)
-        fsync_directory(self.layout.area)
         aside = self.layout.replaced / final.name
         if aside.exists():
             self.discard(aside)
-        os.rename(final, aside)
+
+        def move_aside() -> None:
+            fsync_directory(self.layout.area)
+            os.rename(final, aside)
+
+        make_below(self.layout.replaced, move_aside)
         try:
             fsync_directory(self.layout.replaced)
-            os.rename(staged, final)
-        except OSError:
-            os.rename(aside, final)
+            self._check_is_ours()
+            if not rename_to_free_name(staged, final):
+                self.discard(final)  # a late writer has brought the old name back
+                os.rename(staged, final)
+        except (OSError, CheckpointError):
+            if os.path.lexists(aside):  # else a newer run has put it back
+                self._put_back(aside)
             raise
         fsync_directory(self.layout.root)
         self.discard(aside)
@@ -244,40 +378,64 @@ class RunDirectory:
         """After the commit, put what a subclass wrote beside ``checkpoint-N``, into the run directory as it thought,
         there, and remove the staging directory."""
         wrapper = staged.parent
-        for entry in _entries(wrapper):
+        for entry in entries(wrapper):
             if checkpoint_step(entry.name) is not None:
                 continue  # a replaced checkpoint that could not be moved to the trash
             target = self.layout.root / entry.name
-            if entry.is_dir() and target.is_dir():
+            if entry.is_dir() and (target.is_dir() or self._in_pieces):
                 shutil.copytree(entry, target, dirs_exist_ok=True)
             else:
                 os.replace(entry, target)
         self.discard(wrapper)
 
     def drop_staging(self, staged: Path) -> None:
-        """Throw away a staging directory; harmless where it is not there."""
-        if staged.parent.exists():
+        """Throw away a staging directory; harmless where it is not there.
+
+        It stays where a commit file by file has begun and failed: the next start of a run finishes that.
+        """
+        if is_promised(self.layout, staged):
+            logger.warning("%s is partly in place; the next start finishes it from %s.", staged.name, staged)
+        elif staged.parent.exists():
             self.discard(staged.parent)
 
     def discard(self, path: Path) -> bool:
         """Take ``path`` away in one step by renaming it into the trash; :meth:`empty_trash` deletes it later.
 
+        Where directories are not renamed in one step, it is deleted file by file, a checkpoint's manifest first.
+
         Returns:
-            False where it cannot be renamed (a mount inside it, say). It then stays whole under its name; said at
-            warning level, and tried again by whoever wants it gone.
+            False where it cannot be taken away (a mount inside it, say). It then stays under its name, whole where
+            directories are renamed in one step; said at warning level, and tried again by whoever wants it gone.
         """
+        if self._in_pieces:
+            return self._delete_in_place(path)
         try:
-            self.layout.trash.mkdir(parents=True, exist_ok=True)
-            os.rename(path, self.layout.trash / f"{uuid.uuid4().hex}-{path.name}")
+            aside = self.layout.trash / f"{uuid.uuid4().hex}-{path.name}"
+            make_below(self.layout.trash, lambda: os.rename(path, aside))
         except OSError as error:
             if not os.path.lexists(path):
                 return True
+            if error.errno in NO_RENAME:
+                return self._delete_in_place(path)
             logger.warning("Cannot remove %s: %s. It stays for now.", path, error)
             return False
         return True
 
+    def _delete_in_place(self, path: Path) -> bool:
+        if path.parent == self.layout.root and checkpoint_step(path.name) is not None:
+            return remove_in_pieces(self.layout, path)
+        return not _delete_and_say([path])
+
     def remove_checkpoints(self, steps: Sequence[int]) -> None:
-        """Take the checkpoints of ``steps`` away, each in one step; the caller holds the lock."""
+        """Take the checkpoints of ``steps`` away, each in one step; the caller holds the lock.
+
+        Raises:
+            RunDirectoryTaken: a newer run has started, which may be reading them; nothing was changed.
+            CheckpointError: the lock was lost to another job; nothing was changed.
+        """
+        if not steps:
+            return
+        self._check_is_ours()
         removed = [step for step in steps if self.discard(self.layout.checkpoint(step))]
         if removed:
             fsync_directory(self.layout.root)
@@ -285,125 +443,53 @@ class RunDirectory:
 
     def empty_trash(self) -> None:
         """Delete what is in the trash. What cannot be deleted (files open on NFS, an uploader at work) stays there."""
-        for entry in _entries(self.layout.trash):
-            _delete(entry)
-        for directory in (self.layout.trash, self.layout.staging, self.layout.replaced, self.layout.delivered):
-            with contextlib.suppress(OSError):
-                directory.rmdir()
+        finish_removals(self.layout)
+        _delete_and_say(entries(self.layout.trash))
+        remove_if_empty(
+            self.layout.trash,
+            self.layout.staging,
+            self.layout.replaced,
+            self.layout.delivered,
+        )
 
     def clear_deliveries(self) -> None:
         """Delete the copies that were made for resuming."""
-        self._discard_all(self.layout.delivered)
+        for entry in entries(self.layout.delivered):
+            self.discard(entry)
         self.empty_trash()
-
-    def _discard_all(self, directory: Path, *, older_than_s: float = 0.0) -> None:
-        for entry in _entries(directory):
-            age_s = time.time() - entry.lstat().st_mtime
-            if age_s >= older_than_s:
-                self.discard(entry)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run directory's lock.
 
         Raises:
-            CheckpointError: another process holds it for longer than ``lock_timeout_s``.
+            CheckpointError: another process holds it for longer than ``lock_timeout_s``; the text names file and
+                holder.
         """
-        lock = filelock.FileLock(
-            self.layout.lock_file,
-            timeout=self._lock_timeout_s,
-            poll_interval=LOCK_POLL_INTERVAL_S,
-            fallback_to_soft=False,
-            preserve_lock_file=True,
-        )
+        with contextlib.ExitStack() as held:
+            self._check_lock = self._enter_guard(held)
+            try:
+                yield
+            finally:
+                self._check_lock = _nothing_to_check
+
+    def _enter_guard(self, held: contextlib.ExitStack) -> Check:
         try:
-            lock.acquire()
-            held = True
-        except filelock.Timeout as error:
-            raise CheckpointError(
-                f"{self.layout.lock_file} was held by another process for {self._lock_timeout_s:g} s; the newest run "
-                f"here is {self._read_generation()}. Stop the other job, or raise lock_timeout_s."
-            ) from error
-        except (OSError, NotImplementedError) as error:
-            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
-                raise
-            if not self._warned_no_lock:
-                self._warned_no_lock = True
-                logger.warning(
-                    "%s has no working file locks (%s). Saves are correct without: one process commits. Two jobs that "
-                    "start at the same moment are told apart by their generation only.",
-                    self.layout.root,
-                    error,
-                )
-            held = False
-        try:
-            yield
-        finally:
-            if held:
-                lock.release()
+            return held.enter_context(self._guard.hold(timeout_s=self._lock_timeout_s))
+        except LocksDoNotWork as error:
+            self.use_claims(str(error))
+        return held.enter_context(self._guard.hold(timeout_s=self._lock_timeout_s))
 
 
-# --- file system primitives ---
+def _nothing_to_check() -> None:
+    """What there is to ask of a lock that is not held."""
 
 
-def exchange(first: Path, second: Path) -> bool:
-    """Exchange two paths in one step; False where the system or the file system cannot (Linux renameat2(2))."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _NO_EXCHANGE:
-        return False
-    raise OSError(code, os.strerror(code), str(first), None, str(second))
-
-
-def fsync_file(path: Path) -> None:
-    """Force a file's content to disk through a fresh descriptor.
-
-    Writers may have swallowed an error at close (safetensors does, seen on a full NFS); it surfaces here.
-    """
-    _fsync_path(path, os.O_RDONLY)
-
-
-def fsync_directory(path: Path) -> None:
-    """Force a directory's entries to disk, so that names made or renamed in it survive a power cut."""
-    _fsync_path(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def fsync_tree(root: Path) -> None:
-    """:func:`fsync_directory` on ``root`` and every directory below."""
-    for directory, _, _ in os.walk(root):
-        fsync_directory(Path(directory))
-
-
-def _fsync_path(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
-    fsync_directory(path.parent)
-
-
-def _entries(directory: Path) -> list[Path]:
-    try:
-        return [Path(entry.path) for entry in os.scandir(directory)]
-    except FileNotFoundError:
-        return []
+def _delete_and_say(paths: Sequence[Path]) -> dict[Path, OSError]:
+    left = delete_all(paths)
+    for path, problem in left.items():
+        logger.warning("Cannot delete %s yet: %s. The next save tries again.", path, problem)
+    return left
 
 
 def _modified_ns(path: Path) -> int | None:
@@ -411,17 +497,3 @@ def _modified_ns(path: Path) -> int | None:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-
-
-def _delete(path: Path) -> None:
-    for attempt in range(DELETE_ATTEMPTS):
-        try:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            return
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            problem = error
-            if attempt + 1 < DELETE_ATTEMPTS:
-                time.sleep(DELETE_RETRY_S)
-    logger.warning("Cannot delete %s yet: %s. The next save tries again.", path, problem)

@@ -8,12 +8,14 @@ No I/O beyond listing. What one sees on disk::
             checkpoint_manifest.json        see manifest.py
         _safe_trainer/                      everything else that the package keeps; never named checkpoint-*
             lock                            guards renames against other jobs; never deleted
+            claim.json                      takes its place while held, where the file system has no working locks
             generation.json                 the newest run that has started here
             staging/<save>/checkpoint-20/   a save before its commit
             replaced/checkpoint-10/         the old one while a new one takes its name by two renames
+            committing/checkpoint-20.json   a commit or a removal file by file, where directories are not renamed
             delivered/<use>/checkpoint-10/  a complete copy for resuming, on a node whose own disk lacks files
             trash/<name>/                   renamed away, about to be deleted
-            tokens/                         only while storage domains are being found
+            tokens/                         short-lived files under names of their own: tokens, probes, signs of life
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ STAGING_MARKER_PREFIX = ".safe_trainer-writing-"
 # Ours, and what NFS and FUSE put in the place of a file that was removed while somebody had it open.
 _NOT_OF_A_CHECKPOINT = (STAGING_MARKER_PREFIX, ".nfs", ".fuse_hidden")
 _DRIVE_RE = re.compile(r"^[A-Za-z]:/")
+_WORK_RE = re.compile(r"([1-9][0-9]*)-[0-9a-f]{8}-[0-9]+-.+")
 _CHECKPOINT_RE = re.compile(rf"{CHECKPOINT_PREFIX}-(0|[1-9][0-9]*)")
 
 
@@ -66,6 +69,23 @@ def list_checkpoints(run_directory: str | os.PathLike[str]) -> list[tuple[int, P
     return sorted(found)
 
 
+def work_name(generation: int, run_id: str, count: int, purpose: str) -> str:
+    """The name of a directory in ``staging/`` or ``delivered/``, e.g. ``3-5f0c11d2-1-20``.
+
+    Args:
+        generation, run_id: of the run.
+        count: different for each of the run's names.
+        purpose: for people.
+    """
+    return f"{generation}-{run_id[:8]}-{count}-{purpose}"
+
+
+def work_generation(name: str) -> int | None:
+    """The generation in a :func:`work_name`, or None where it is none."""
+    match = _WORK_RE.fullmatch(name)
+    return None if match is None else int(match.group(1))
+
+
 @dataclass(frozen=True)
 class RunLayout:
     """Where things are in one run directory (see the module's tree)."""
@@ -81,6 +101,10 @@ class RunLayout:
         return self.area / "lock"
 
     @property
+    def claim_file(self) -> Path:
+        return self.area / "claim.json"
+
+    @property
     def generation_file(self) -> Path:
         return self.area / "generation.json"
 
@@ -91,6 +115,10 @@ class RunLayout:
     @property
     def replaced(self) -> Path:
         return self.area / "replaced"
+
+    @property
+    def committing(self) -> Path:
+        return self.area / "committing"
 
     @property
     def delivered(self) -> Path:

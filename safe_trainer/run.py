@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import uuid
@@ -12,9 +13,13 @@ from typing import Any, NamedTuple, cast
 
 from safe_trainer.channel import Channel
 from safe_trainer.commit import Generation, RunDirectory
+from safe_trainer.disk import make_below, remove_if_empty
 from safe_trainer.errors import OptionError
+from safe_trainer.layout import work_name
+from safe_trainer.lock import flock_is_local, held_probe, probe_problem
 from safe_trainer.options import CheckpointOptions, Storage
-from safe_trainer.topology import Domain, Topology, find_topology
+from safe_trainer.pieces import rename_problem
+from safe_trainer.topology import Domain, Topology, find_topology, wait_until_visible
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Run:
 
     def next_name(self, purpose: str) -> str:
         """A name for a staging directory: unused in any run, and the same on every rank without a message."""
-        return f"{self.generation.number}-{self.generation.run_id[:8]}-{next(self._counter)}-{purpose}"
+        return work_name(self.generation.number, self.generation.run_id, next(self._counter), purpose)
 
 
 class _Claim(NamedTuple):
@@ -66,6 +71,20 @@ class _Claim(NamedTuple):
     options: dict[str, Any]
 
 
+class _Trial(NamedTuple):
+    """What the leader of a disk has found out about its file system.
+
+    Attributes:
+        name: the file that it holds a lock on.
+        renames: why directories are not renamed in one step there.
+        locks: why file locks do not work there.
+    """
+
+    name: str
+    renames: str | None
+    locks: str | None
+
+
 def open_run(
     run_directory: Path,
     *,
@@ -73,13 +92,15 @@ def open_run(
     options: CheckpointOptions,
     saved_by: Mapping[str, str],
 ) -> Run:
-    """Start a run in ``run_directory``: find the storage domains, take a generation, clear what dead runs left.
+    """Start a run in ``run_directory``: find the storage domains and what their file systems can do, take a
+    generation, clear what dead runs left.
 
-    Collective. On every rank, the run directory is made where it does not exist.
+    Collective. On every rank, the run directory is made where it does not exist. Of two jobs that start at the same
+    moment the later one wins, on all disks; the older one is fenced off.
 
     Raises:
         StorageError: see :func:`~safe_trainer.topology.find_topology`.
-        RunDirectoryTaken: another job has started at the same moment.
+        RunDirectoryTaken: a newer job has started at the same moment; the text names it.
         OptionError: the options differ between ranks.
         CheckpointError: the run directory cannot be written on some node, or its lock is held.
     """
@@ -92,6 +113,8 @@ def open_run(
     directory = RunDirectory(run_directory, lock_timeout_s=options.lock_timeout_s)
     run_id = uuid.uuid4().hex
 
+    _try_file_systems(channel, topology, directory, visibility_timeout_s=options.visibility_timeout_s)
+
     def claim() -> _Claim:
         newest = directory.newest_generation() if topology.is_leader else 0
         return _Claim(newest, run_id, dataclasses.asdict(options))
@@ -99,14 +122,66 @@ def open_run(
     claims = channel.together("read the run directory's generation", claim)
     _check_same_options([claim.options for claim in claims])
     # Rank 0 names the run. The greatest number over all disks, so that exchanged disks do not set the count back.
-    generation = Generation.following(max(claim.newest_generation for claim in claims), claims[0].run_id)
-
-    def take() -> None:
-        if topology.is_leader:
-            directory.take(generation)
-
-    channel.together("start in the run directory", take)
+    wanted = Generation.following(max(claim.newest_generation for claim in claims), claims[0].run_id)
+    generation = _take(channel, topology, directory, wanted)
     return Run(channel, topology, directory, options, generation, dict(saved_by))
+
+
+def _take(channel: Channel, topology: Topology, directory: RunDirectory, wanted: Generation) -> Generation:
+    """Take a generation on all disks: home's first, which decides the number."""
+
+    def take() -> Generation | None:
+        return directory.take(wanted) if channel.rank == topology.home.leader else None
+
+    generation = channel.together("start in the run directory", take)[topology.home.leader] or wanted
+
+    def follow() -> None:
+        if topology.is_leader and not topology.is_home:
+            directory.follow(generation)
+
+    channel.together("start in the run directory", follow)
+    return generation
+
+
+def _try_file_systems(
+    channel: Channel, topology: Topology, directory: RunDirectory, *, visibility_timeout_s: float
+) -> None:
+    """Find out whether file locks exclude and directories are renamed in one step, and let each leader act on it.
+
+    The leader of each disk holds a lock on a file that nobody has used before, and the first rank of every other node
+    of that disk tries to get it, too.
+    """
+    layout, leader = directory.layout, topology.domain.leader
+    phase = "try what the file system can do"
+    name = f"{uuid.uuid4().hex}-lock"
+    with contextlib.ExitStack() as held:
+
+        def try_alone() -> _Trial | None:
+            if not topology.is_leader:
+                return None
+            renames = rename_problem(layout)
+            locks = make_below(layout.tokens, lambda: held.enter_context(held_probe(layout.tokens / name)))
+            if locks is None and set(topology.domain.ranks) == set(topology.node_peers(leader)):
+                locks = flock_is_local(layout.root)  # no other host is there to try it
+            return _Trial(name, renames, locks)
+
+        trial = channel.together(phase, try_alone)[leader]
+
+        def try_with_leader() -> str | None:
+            is_elsewhere = topology.nodes[channel.rank] != topology.nodes[leader]
+            if trial is None or trial.locks is not None or not is_elsewhere or not topology.is_lister():
+                return None
+            wait_until_visible(layout.tokens / trial.name, timeout_s=visibility_timeout_s)
+            return probe_problem(layout.tokens / trial.name)
+
+        problems = channel.together(phase, try_with_leader)
+    if topology.is_leader and trial is not None:
+        remove_if_empty(layout.tokens)
+        if trial.renames is not None:
+            directory.use_pieces(trial.renames)
+        locks = trial.locks or next((problem for rank in topology.domain.ranks if (problem := problems[rank])), None)
+        if locks is not None:
+            directory.use_claims(locks)
 
 
 def _check_same_options(options: list[dict[str, Any]]) -> None:

@@ -71,6 +71,10 @@ def contents(directory: Path) -> dict[str, bytes]:
 # --- a run directory as its leader handles it ---
 
 
+# The name of a staging directory of the first run.
+A_SAVE = "1-0a1b2c3d-0-10"
+
+
 def start_run(root: Path, number: int = 1, *, lock_timeout_s: float = 5.0) -> RunDirectory:
     """A run directory that run ``number`` has taken."""
     directory = RunDirectory(root, lock_timeout_s=lock_timeout_s)
@@ -78,7 +82,7 @@ def start_run(root: Path, number: int = 1, *, lock_timeout_s: float = 5.0) -> Ru
     return directory
 
 
-def stage(directory: RunDirectory, step: int, files: Mapping[str, bytes], *, save: str = "a-save") -> Path:
+def stage(directory: RunDirectory, step: int, files: Mapping[str, bytes], *, save: str = A_SAVE) -> Path:
     """A sealed staging directory: written, fsynced, with its manifest."""
     staged = directory.make_staging(save, checkpoint_name(step))
     write_files(staged, files)

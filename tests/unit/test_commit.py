@@ -20,15 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from safe_trainer import commit
-from safe_trainer.commit import (
-    Generation,
-    RunDirectory,
-    exchange,
-    fsync_directory,
-    fsync_file,
-    fsync_tree,
-)
+from safe_trainer import commit, disk
+from safe_trainer.commit import Generation, RunDirectory
+from safe_trainer.disk import exchange, fsync_directory, fsync_file, fsync_tree
 from safe_trainer.errors import CheckpointError, RunDirectoryTaken
 from safe_trainer.integrity import file_problem, inspect_checkpoint
 from safe_trainer.layout import AREA_NAME, JIT_SENTINEL_NAME, MANIFEST_NAME, list_checkpoints
@@ -102,32 +96,77 @@ def test_an_older_run_leaves_what_the_newer_has_committed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_number_that_is_taken_or_passed_cannot_be_taken(tmp_path: Path, number: int) -> None:
-    start_run(tmp_path, 2)
-    with pytest.raises(RunDirectoryTaken, match="run 2"):
-        start_run(tmp_path, number)
+def test_who_comes_with_a_number_that_is_taken_or_passed_gets_the_next_one(tmp_path: Path, number: int) -> None:
+    older = start_run(tmp_path, 2)
+    later = RunDirectory(tmp_path, lock_timeout_s=5.0)
+    assert later.take(Generation.following(number - 1, "later")).number == 3
+    later.check_generation()
+    with pytest.raises(RunDirectoryTaken, match="belongs to run 3"):
+        older.check_generation()
 
 
-def test_of_runs_that_start_at_the_same_moment_one_gets_it(tmp_path: Path) -> None:
+def test_of_runs_that_start_at_the_same_moment_each_gets_a_number_and_the_greatest_wins(tmp_path: Path) -> None:
     (tmp_path / AREA_NAME).mkdir()
-    taken: list[bool] = []
+    taken: dict[str, int] = {}
     threads = [
-        threading.Thread(target=lambda name=name: taken.append(run_in_child(lambda: _try_to_take(tmp_path, name))))  # type: ignore[misc]
+        threading.Thread(target=lambda name=name: taken.update({name: run_in_child(lambda: _take(tmp_path, name))}))  # type: ignore[misc]
         for name in ("a", "b", "c")
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(taken) == [False, False, True]
+    assert sorted(taken.values()) == [1, 2, 3]
+    newest = json.loads((tmp_path / AREA_NAME / "generation.json").read_text())
+    assert newest["run_id"] == max(taken, key=lambda name: taken[name])
 
 
-def _try_to_take(root: Path, run_id: str) -> bool:
-    try:
-        RunDirectory(root, lock_timeout_s=10.0).take(Generation.following(0, run_id))
-    except RunDirectoryTaken:
-        return False
-    return True
+def _take(root: Path, run_id: str) -> int:
+    return RunDirectory(root, lock_timeout_s=10.0).take(Generation.following(0, run_id)).number
+
+
+@pytest.mark.parametrize(
+    ("number", "run_id"), [(2, "a"), (1, "z")], ids=["a lower number", "the same number and a lower id"]
+)
+def test_on_another_disk_the_greater_generation_stays_and_the_other_one_learns_whose_it_is(
+    tmp_path: Path, number: int, run_id: str
+) -> None:
+    RunDirectory(tmp_path, lock_timeout_s=5.0).follow(Generation.following(1, "b"))
+    with pytest.raises(RunDirectoryTaken, match=f"belongs to run 2 .*process {os.getpid()}"):
+        RunDirectory(tmp_path, lock_timeout_s=5.0).follow(Generation.following(number - 1, run_id))
+    assert json.loads((tmp_path / AREA_NAME / "generation.json").read_text())["run_id"] == "b"
+
+
+@pytest.mark.parametrize(("number", "run_id"), [(3, "a"), (2, "c")], ids=["number", "id"])
+def test_on_another_disk_a_greater_generation_takes_over(tmp_path: Path, number: int, run_id: str) -> None:
+    older = RunDirectory(tmp_path, lock_timeout_s=5.0)
+    older.follow(Generation.following(1, "b"))
+    RunDirectory(tmp_path, lock_timeout_s=5.0).follow(Generation.following(number - 1, run_id))
+    with pytest.raises(RunDirectoryTaken, match=f"belongs to run {number}"):
+        older.check_generation()
+
+
+def test_a_generation_that_others_overwrite_is_written_again_and_at_last_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory(tmp_path, lock_timeout_s=5.0)
+    real = disk.write_durably
+    overwrites = 0
+
+    def overwritten(path: Path, text: str) -> None:
+        nonlocal overwrites
+        real(path, text)
+        if overwrites < allowed:
+            overwrites += 1
+            number = json.loads(text)["number"]
+            real(path, json.dumps({"number": number, "run_id": "somebody"}))
+
+    monkeypatch.setattr("safe_trainer.commit.write_durably", overwritten)
+    allowed = 2
+    assert directory.take(Generation.following(0, "own")).number == 3
+    allowed = 100
+    with pytest.raises(CheckpointError, match="does not keep what is written"):
+        directory.take(Generation.following(0, "own"))
 
 
 def test_who_has_not_started_a_run_may_not_commit(tmp_path: Path) -> None:
@@ -149,7 +188,7 @@ def test_a_damaged_generation_file_is_an_error_that_says_what_to_do(tmp_path: Pa
 def test_a_start_sweeps_dead_staging_deliveries_and_trash(tmp_path: Path) -> None:
     dead = start_run(tmp_path, 1)
     stage(dead, 10, NEW)
-    write_files(tmp_path / AREA_NAME, {"delivered/x/checkpoint-5/model": b"", "trash/y/model": b""})
+    write_files(tmp_path / AREA_NAME, {"delivered/1-0a1b2c3d-1-resume/checkpoint-5/model": b"", "trash/y/model": b""})
     start_run(tmp_path, 2)
     assert names_in(tmp_path / AREA_NAME) == {"generation.json", "lock"}
     assert names_in(tmp_path) == {AREA_NAME}
@@ -160,6 +199,33 @@ def test_a_start_leaves_checkpoints_and_strangers_alone(tmp_path: Path) -> None:
     write_files(tmp_path, {"runs/events": b"", "checkpoint-5.tmp/x": b"", "checkpoint-20/half": b""})
     start_run(tmp_path)
     assert names_in(tmp_path) == {AREA_NAME, "checkpoint-10", "checkpoint-20", "checkpoint-5.tmp", "runs"}
+    assert contents(tmp_path / "checkpoint-10") == OLD
+
+
+def test_a_start_leaves_what_a_newer_run_stages_and_what_has_a_name_of_another_kind(tmp_path: Path) -> None:
+    kept = {"3-0a1b2c3d-0-10", "10-0a1b2c3d-0-10", "notes", "0-0a1b2c3d-0-10", "1-0A1B2C3D-0-10"}
+    swept = {"1-0a1b2c3d-0-10", "2-0a1b2c3d-7-resume"}
+    for name in kept | swept:
+        write_files(tmp_path / AREA_NAME, {f"staging/{name}/checkpoint-10/model": b""})
+    start_run(tmp_path, 2)
+    assert names_in(tmp_path / AREA_NAME / "staging") == kept
+
+
+def test_a_zombie_whose_staging_was_swept_learns_that_it_is_one(tmp_path: Path) -> None:
+    older = start_run(tmp_path, 1)
+    staged = stage(older, 10, NEW)
+    start_run(tmp_path, 2)
+    assert not staged.exists()
+    with pytest.raises(RunDirectoryTaken, match="belongs to run 2"):
+        older.commit(staged)
+
+
+def test_a_zombie_removes_nothing(tmp_path: Path) -> None:
+    older = start_run(tmp_path, 1)
+    save(older, 10, OLD)
+    start_run(tmp_path, 2)
+    with older.lock(), pytest.raises(RunDirectoryTaken):
+        older.remove_checkpoints([10])
     assert contents(tmp_path / "checkpoint-10") == OLD
 
 
@@ -536,7 +602,7 @@ def _someone_who_keeps_writing(directory: Path) -> Iterator[None]:
 def test_a_checkpoint_into_which_someone_still_writes_is_gone_under_its_name_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(commit, "DELETE_RETRY_S", 0.01)
+    monkeypatch.setattr(disk, "DELETE_RETRY_S", 0.01)
     directory = start_run(tmp_path)
     final = save(directory, 10, {f"file-{number}": b"" for number in range(50)})
     with _someone_who_keeps_writing(final):
@@ -574,7 +640,7 @@ def test_a_mount_inside_a_checkpoint_does_not_stop_anything(
     def remove_it() -> tuple[bool, str]:
         leave_mount_namespace()
         mount_small_disk(final / "sub", size_bytes=4096)
-        monkeypatch.setattr(commit, "DELETE_RETRY_S", 0.01)
+        monkeypatch.setattr(disk, "DELETE_RETRY_S", 0.01)
         directory.remove_checkpoints([10])
         directory.empty_trash()
         return final.exists(), caplog.text

@@ -70,30 +70,16 @@ def test_of_two_jobs_that_start_in_turn_the_second_takes_over_at_once(tmp_path: 
     assert open_alone(tmp_path).generation.number == 2
 
 
-def test_starting_many_times_at_once_leaves_exactly_one_owner(tmp_path: Path) -> None:
-    winners: list[Run] = []
-    losers: list[Exception] = []
-
-    def start() -> None:
-        try:
-            winners.append(open_alone(tmp_path))
-        except RunDirectoryTaken as error:
-            losers.append(error)
-
-    threads = [threading.Thread(target=start) for _ in range(4)]
+def test_of_many_that_start_at_once_all_start_and_the_latest_owns_it(tmp_path: Path) -> None:
+    runs: list[Run] = []
+    threads = [threading.Thread(target=lambda: runs.append(open_alone(tmp_path))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    owners = []
-    for run in winners:
-        try:
-            run.directory.check_generation()
-        except RunDirectoryTaken:
-            continue
-        owners.append(run)
-    assert len(owners) == 1
-    assert len(winners) + len(losers) == 4
+    owners = [run for run in runs if not isinstance(outcome_of(run.directory.check_generation), Raised)]
+    assert sorted(run.generation.number for run in runs) == [1, 2, 3, 4]
+    assert [run.generation.number for run in owners] == [4]
 
 
 def test_a_generation_tells_when_where_and_who() -> None:

@@ -1,0 +1,263 @@
+"""What the package asks of a file system beyond opening files: syncs, renames, deletions, a second look.
+
+Knows nothing of run directories and checkpoints. Nothing here waits for longer than its arguments or constants say,
+except for the file system itself: a system call on a dead server cannot be interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+
+# A stale file handle (GlusterFS, NFS 3) is gone at the next look.
+STALE_ATTEMPTS = 3
+STALE_RETRY_S = 0.05
+# What another process still uses (open on NFS, an uploader at work) is left for the next save after that.
+DELETE_ATTEMPTS = 3
+DELETE_RETRY_S = 0.2
+DELETE_PATIENCE_S = 5.0
+# Another process may remove an empty directory between our mkdir and what we make in it.
+MAKE_ATTEMPTS = 20
+
+# What a rename fails with where the file system, or this place in it (overlayfs), cannot rename directories.
+NO_RENAME = frozenset({errno.EXDEV, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+
+# include/uapi/linux/fs.h and fcntl.h
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+# The last two come from FUSE file systems that ignore the flag and try a plain rename.
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EEXIST, errno.ENOTEMPTY)
+# Some network file systems have nothing to sync in a directory and say so.
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+# --- durable ---
+
+
+def fsync_file(path: Path) -> None:
+    """Force a file's content to disk through a fresh descriptor.
+
+    Writers may have swallowed an error at close (safetensors does, seen on a full NFS); it surfaces here.
+
+    Raises:
+        OSError: with the path.
+    """
+    _fsync_path(path, os.O_RDONLY)
+
+
+def fsync_directory(path: Path) -> None:
+    """Force a directory's entries to disk, so that names made or renamed in it survive a power cut.
+
+    Not guaranteed where the file system has no such call; that is no error.
+
+    Raises:
+        OSError: with the path.
+    """
+    try:
+        again_if_stale(lambda: _fsync_path(path, os.O_RDONLY | os.O_DIRECTORY))
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+
+
+def fsync_tree(root: Path) -> None:
+    """:func:`fsync_directory` on ``root`` and every directory below."""
+    fsync_directory(root)
+    for directory, names, _ in os.walk(root):
+        for name in names:
+            fsync_directory(Path(directory, name))
+
+
+def _fsync_path(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write ``path`` as a whole: everybody sees the former content or this one, also after a power cut."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    with open(temporary, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    fsync_directory(path.parent)
+
+
+# --- names ---
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange two paths in one step; False where the system or the file system cannot (Linux renameat2(2))."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(first), None, str(second))
+
+
+def rename_to_free_name(source: Path, target: Path) -> bool:
+    """Rename a directory; False where ``target`` is another one that is not empty, and nothing has changed."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        raise
+    return True
+
+
+def make_below(directory: Path, make: Callable[[], T]) -> T:
+    """Make ``directory`` and call ``make``, which makes something in it; again where it has been removed meanwhile.
+
+    Empty directories are removed by whoever comes across them, in other jobs, too.
+    """
+    for _ in range(MAKE_ATTEMPTS - 1):
+        # FileExistsError: it was there for mkdir, and gone when pathlib looked whether it is a directory.
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            directory.mkdir(parents=True, exist_ok=True)
+            return make()
+    directory.mkdir(parents=True, exist_ok=True)
+    return make()
+
+
+def remove_if_empty(*directories: Path) -> None:
+    """Remove those of ``directories`` in which there is nothing; whatever cannot be removed stays."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+
+
+# --- looking ---
+
+
+def again_if_stale(action: Callable[[], T]) -> T:
+    """What ``action`` gives; ESTALE, which network file systems give once, makes it try again.
+
+    Raises:
+        OSError: whatever else it raises, and an ESTALE that stays.
+    """
+    for _ in range(STALE_ATTEMPTS - 1):
+        try:
+            return action()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        time.sleep(STALE_RETRY_S)
+    return action()
+
+
+def read_fresh(path: Path) -> bytes | None:
+    """A file's content; None where it is not there, also not after a look through the parent's listing.
+
+    Opening a file makes network file systems ask for its present state; a name that a node believes missing comes back
+    with the listing (NFS), or when the cache lets it go (FUSE), which is not waited for.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return again_if_stale(path.read_bytes)
+    with contextlib.suppress(OSError):
+        os.listdir(path.parent)
+    with contextlib.suppress(FileNotFoundError):
+        return again_if_stale(path.read_bytes)
+    return None
+
+
+def entries(directory: Path) -> list[Path]:
+    """What is in ``directory``, by name; nothing where it does not exist."""
+
+    def look() -> list[Path]:
+        with os.scandir(directory) as found:
+            return sorted(Path(entry.path) for entry in found)
+
+    try:
+        return again_if_stale(look)
+    except FileNotFoundError:
+        return []
+
+
+class Mount(NamedTuple):
+    """The mount in which a path is.
+
+    Attributes:
+        kind: the type of its file system, e.g. ``ext4``, ``nfs4``, ``fuse.sshfs``; empty where it is not known.
+        options: its mount options.
+    """
+
+    kind: str
+    options: frozenset[str]
+
+
+def mount_of(path: Path) -> Mount:
+    """The mount in which ``path`` is, as the system's table of mounts has it."""
+    target = path.resolve()
+    mounts = {Path(partition.mountpoint): partition for partition in psutil.disk_partitions(all=True)}
+    for parent in (target, *target.parents):
+        if parent in mounts:
+            return Mount(mounts[parent].fstype.lower(), frozenset(mounts[parent].opts.split(",")))
+    return Mount("", frozenset())
+
+
+# --- deleting ---
+
+
+def delete_all(paths: Iterable[Path]) -> dict[Path, OSError]:
+    """Delete files and trees as far as it goes.
+
+    Everything is tried once. What fails is tried again, for :data:`DELETE_PATIENCE_S` over all of them, so that
+    somebody who keeps writing there holds up nobody.
+
+    Returns:
+        What is still there, each with the first error that it gave.
+    """
+    deadline = time.monotonic() + DELETE_PATIENCE_S
+    left = _delete_each(paths)
+    for _ in range(DELETE_ATTEMPTS - 1):
+        if not left or time.monotonic() >= deadline:
+            break
+        time.sleep(DELETE_RETRY_S)
+        left = _delete_each(left)
+    return left
+
+
+def _delete_each(paths: Iterable[Path]) -> dict[Path, OSError]:
+    return {path: problem for path in paths if (problem := _delete(path)) is not None}
+
+
+def _delete(path: Path) -> OSError | None:
+    problems: list[OSError] = []
+
+    def note(_function: Any, _path: str, info: Any) -> None:
+        # Others in the same directory are deleted all the same.
+        if isinstance(info[1], OSError) and not isinstance(info[1], FileNotFoundError):
+            problems.append(info[1])
+
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, onerror=note)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        problems.append(error)
+    return problems[0] if problems else None
