@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_ENDS_THE_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
 
 @dataclass(frozen=True)
 class _Outcome(Generic[T]):
@@ -132,7 +134,7 @@ class Channel:
         with self._watch.step(phase) as step:
             try:
                 outcome, error = self._attempt(phase, action, place)
-            except BaseException as leaving:  # what is meant to end the process; the others must know
+            except _ENDS_THE_PROCESS as leaving:  # the others must know
                 self._watch.tell(self._failure(leaving, phase, place))
                 raise
             if self._watch.lost is not None:
@@ -149,10 +151,14 @@ class Channel:
                 self._watch.settle()
             return _results(outcomes, error)
 
-    def _attempt(self, phase: str, action: Callable[[], T], place: Path | None) -> tuple[_Outcome[T], Exception | None]:
+    def _attempt(
+        self, phase: str, action: Callable[[], T], place: Path | None
+    ) -> tuple[_Outcome[T], BaseException | None]:
         try:
             return _Outcome(action(), None), None
-        except Exception as error:
+        except _ENDS_THE_PROCESS:
+            raise
+        except BaseException as error:  # torch.distributed.checkpoint's error is no Exception
             _release_locals(error)
             return _Outcome(None, self._failure(error, phase, place)), error
 
@@ -189,7 +195,7 @@ def _own_store(group: dist.ProcessGroup) -> Store:
     return PrefixStore(f"safe_trainer/{group.group_name}", store.clone())  # type: ignore[attr-defined]
 
 
-def _results(outcomes: list[_Outcome[T]], error: Exception | None) -> list[T]:
+def _results(outcomes: list[_Outcome[T]], error: BaseException | None) -> list[T]:
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     if failures:
         raise _joint_error(failures) from error

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,11 @@ class RankFailure:
         Args:
             place: where this rank was writing, for errors that name no path (``torch.save``'s).
         """
+        gathered = getattr(error, "failures", None)
+        if isinstance(gathered, Mapping) and gathered:  # torch.distributed.checkpoint's: (exception, stack) by rank
+            if rank not in gathered:
+                return cls(rank, host, phase, type(error).__name__, f"failed on {list(gathered)}", is_consequence=True)
+            error = gathered[rank][0]
         own_path = getattr(error, "filename", None)
         message = str(error) or repr(error)
         number = getattr(error, "errno", None)

@@ -270,8 +270,8 @@ def require_space(run: Run, needed: int, what: str) -> None:
     if free < needed:
         raise InsufficientSpaceError(
             f"{what} needs {needed} bytes on the disk of rank {run.channel.rank}, where {free} are free "
-            f"({run.channel.host}:{run.root}). Nothing was written or deleted. Make room, or lower save_total_limit: one checkpoint "
-            "more than it says must fit."
+            f"({run.channel.host}:{run.root}). Nothing was written or deleted. Make room, or lower "
+            "save_total_limit: one checkpoint more than it says must fit."
         )
 
 

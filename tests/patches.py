@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import transformers.trainer
 from transformers import Trainer
+
+from safe_trainer.watch import set_group_timeout
+from tests import training
+from tests.cluster import GROUP_TIMEOUT_S
 
 
 @contextlib.contextmanager
@@ -46,6 +55,122 @@ def slow_writes(rank: int, seconds_by_rank: dict[str, float]) -> Iterator[None]:
         rename(*args, **kwargs)
 
     with mock.patch.object(Trainer, "_save_rng_state", slow_save), mock.patch.object(os, "rename", slow_rename):
+        yield
+
+
+@contextlib.contextmanager
+def fails_inside_the_engine(rank: int, failing_rank: int, notes: str) -> Iterator[None]:
+    """On one rank, whatever the engine writes itself fails for lack of space, below its own collectives (case F2).
+
+    Args:
+        notes: a file into which the time of the first failure is written.
+    """
+    if rank != failing_rank:
+        yield
+        return
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        note = Path(notes)
+        if not note.exists():
+            note.write_text(str(time.time()))
+        raise OSError(errno.ENOSPC, "No space left on device", "shard of the engine")
+
+    with (
+        mock.patch.object(torch, "save", fail),
+        mock.patch("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", fail),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def slower_than_the_back_end_allows(
+    rank: int, slow_rank: int, sleep_s: float, timeout_s: float, in_engine: bool
+) -> Iterator[None]:
+    """One rank sleeps in its write for longer than the training group's time-out (case F1).
+
+    Args:
+        timeout_s: given to the training group, as ``ddp_timeout`` does where transformers makes the group.
+        in_engine: whether the others wait inside the engine's own barrier meanwhile.
+    """
+    group = dist.group.WORLD
+    if group is None:
+        raise AssertionError("no process group")
+    set_group_timeout(group, timedelta(seconds=timeout_s))
+    save_rng, save = Trainer._save_rng_state, torch.save
+
+    def slow_rng(self: Trainer, output_dir: str) -> None:
+        time.sleep(sleep_s)
+        save_rng(self, output_dir)
+
+    def slow_save(thing: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if "optim_states" in str(path):
+            time.sleep(sleep_s)
+        save(thing, path, *args, **kwargs)
+
+    try:
+        if rank != slow_rank:
+            yield
+        elif in_engine:
+            with mock.patch.object(torch, "save", slow_save):
+                yield
+        else:
+            with mock.patch.object(Trainer, "_save_rng_state", slow_rng):
+                yield
+    finally:
+        set_group_timeout(group, timedelta(seconds=GROUP_TIMEOUT_S))
+
+
+@contextlib.contextmanager
+def signal_in_the_save(rank: int, signalled_rank: int, name: str) -> Iterator[None]:
+    """A signal that comes while a rank writes."""
+    save = Trainer._save_rng_state
+
+    def save_rng(self: Trainer, output_dir: str) -> None:
+        os.kill(os.getpid(), signal.Signals[name])
+        save(self, output_dir)
+
+    if rank != signalled_rank:
+        yield
+        return
+    with mock.patch.object(Trainer, "_save_rng_state", save_rng):
+        yield
+
+
+@contextlib.contextmanager
+def dies_in_the_save(rank: int, dying_rank: int) -> Iterator[None]:
+    """The out-of-memory killer takes a rank while it writes."""
+    if rank != dying_rank:
+        yield
+        return
+
+    def die(self: Trainer, output_dir: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(Trainer, "_save_rng_state", die):
+        yield
+
+
+@contextlib.contextmanager
+def little_room(rank: int, small_rank: int, free: int) -> Iterator[None]:
+    """On one rank, the disk is said to have ``free`` bytes left."""
+    if rank != small_rank:
+        yield
+        return
+    usage = shutil.disk_usage("/")
+    with mock.patch.object(shutil, "disk_usage", return_value=usage._replace(free=free)):
+        yield
+
+
+@contextlib.contextmanager
+def decoupled_writer(rank: int) -> Iterator[None]:
+    """A DeepSpeed config in which files are written after a save has returned."""
+    config = training._deepspeed_config
+
+    def with_writer(stage: int) -> dict[str, Any]:
+        writer = {"type": "fast", "decoupled": True}
+        return {**config(stage), "checkpoint": {"writer": writer}}
+
+    with mock.patch.object(training, "_deepspeed_config", with_writer):
         yield
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from safe_trainer import CheckpointOptions, SafeCheckpointMixin, SafeTrainer
+from safe_trainer import CheckpointError, CheckpointOptions, SafeCheckpointMixin, SafeTrainer
+from safe_trainer.trainer import FAILED_SAVES
 from tests import training
+from tests.cluster import resolve
 
 # --- trainers ---
 
@@ -131,15 +134,8 @@ class Scored(SafeTrainer):
         return metrics
 
 
-class PreemptedAtStep3(SafeTrainer):
-    """Every rank is told at step 3 to save and stop, as the just-in-time checkpoint does after SIGTERM to all."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.state.global_step == 2:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, JITCheckpointCallback):
-                    callback.jit_manager.is_checkpoint_requested = True
-        return super().training_step(*args, **kwargs)
+class ScoredAndFails(Scored, FailsOnRank):
+    """Both."""
 
 
 # --- callbacks ---
@@ -165,6 +161,22 @@ class SavesTwice(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_save = True
+
+
+class SignalsItself(TrainerCallback):
+    """A scheduler that ends the job: signals to this process at the beginning of some steps.
+
+    Args:
+        plan: by rank, the steps and the names of the signals, e.g. ``{"3": [[2, "SIGTERM"]]}``.
+    """
+
+    def __init__(self, plan: dict[str, list[list[Any]]]) -> None:
+        self._own = plan.get(os.environ.get("RANK", "0"), [])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for step, name in self._own:
+            if state.global_step + 1 == step:
+                os.kill(os.getpid(), signal.Signals[name])
 
 
 # --- look-ins --------------------------------------------------------------------------------------------------------
@@ -194,12 +206,94 @@ def last_save(trainer: SafeTrainer) -> dict[str, Any]:
     }
 
 
+class NotesExpectedBytes(TrainerCallback):
+    """What a trainer expects its first save to need, before it. See `expected_and_saved`."""
+
+    trainer: SafeTrainer
+
+    def __init__(self) -> None:
+        self.own: int | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.own is None:
+            self.own = self.trainer._expected_bytes().own
+
+
+class ExpectsBytes(SafeTrainer):
+    """Introduces itself to `NotesExpectedBytes`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, NotesExpectedBytes):
+                callback.trainer = self
+
+
+def expected_and_saved(trainer: SafeTrainer) -> tuple[int, int]:
+    """Bytes that this rank expected to write before the first save, and those that it wrote in the last."""
+    noted = next(
+        callback.own for callback in trainer.callback_handler.callbacks if isinstance(callback, NotesExpectedBytes)
+    )
+    if noted is None or trainer.last_save is None:
+        raise AssertionError("nothing was saved")
+    return noted, trainer.last_save.own_bytes
+
+
+def handler_of_sigterm(trainer: Trainer) -> str:
+    handler = signal.getsignal(signal.SIGTERM)
+    return handler.name if isinstance(handler, signal.Handlers) else repr(handler)
+
+
+def failures(trainer: SafeTrainer) -> dict[str, Any]:
+    """What ``on_error="continue"`` has left."""
+    logged = [entry[FAILED_SAVES] for entry in trainer.state.log_history if FAILED_SAVES in entry]
+    return {"count": trainer.failed_saves, "logged": logged, "seen": listed_on_save(trainer)}
+
+
+# --- runs that end in an unusual way ---
+
+
+def train_until_preempted(**options: Any) -> dict[str, Any]:
+    """`run_training` that ends with `SystemExit`: its code, and whether the handler of SIGTERM is the former one."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        training.run_training(**options)
+    except SystemExit as stop:
+        return {"exit": stop.code, "handler_is_back": signal.getsignal(signal.SIGTERM) == before}
+    return {"exit": None}
+
+
+def train_and_exit(**options: Any) -> None:
+    """As a user's script: what `run_training` raises ends the process, with its exit code."""
+    try:
+        training.run_training(**options)
+    except SystemExit as stop:
+        os._exit(int(stop.code or 0))  # the worker would make an answer of it
+
+
+def train_and_time(**options: Any) -> dict[str, Any]:
+    """`run_training` that fails in a save: the error, and how long it took from the failure of the first rank."""
+    try:
+        training.run_training(**options)
+    except CheckpointError as error:
+        return {
+            "message": str(error),
+            "kind": type(error).__name__,
+            "raised_at": time.time(),
+            "failures": [failure.rank for failure in error.failures],
+        }
+    return {"message": None}
+
+
 # --- factories ---
 
 
-def with_options(*args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> SafeTrainer:
-    """SafeTrainer with `CheckpointOptions` made of a plain dictionary, which a scenario can be given."""
-    return SafeTrainer(*args, checkpoint_options=CheckpointOptions(**(options or {})), **kwargs)
+def with_options(
+    *args: Any, options: dict[str, Any] | None = None, trainer: str = "safe_trainer:SafeTrainer", **kwargs: Any
+) -> SafeTrainer:
+    """A trainer with `CheckpointOptions` made of a plain dictionary, which a scenario can be given."""
+    made: SafeTrainer = resolve(trainer)(*args, checkpoint_options=CheckpointOptions(**(options or {})), **kwargs)
+    return made
 
 
 def search_hyperparameters(*, output_dir: str) -> None:

@@ -198,25 +198,6 @@ def test_push_reads_the_committed_checkpoint_and_nothing_of_ours(two_nodes: Clus
 
 
 @pytest.mark.parametrize("layout", ["shared", "split"])
-def test_just_in_time_checkpoint_leaves_no_sentinel(two_nodes: Cluster, layout: Layout) -> None:
-    disks = two_nodes.disks(layout, "jit")
-
-    train(
-        two_nodes,
-        disks,
-        trainer="tests.scenarios:PreemptedAtStep3",
-        save_steps=100,
-        args={"enable_jit_checkpoint": True},
-    )
-
-    home = run_directories(disks)[0]
-    assert checks.checkpoints(home) == [2]
-    checks.assert_matches_manifest(home / "checkpoint-2")
-    for directory in run_directories(disks):
-        checks.assert_only_checkpoints(directory)
-
-
-@pytest.mark.parametrize("layout", ["shared", "split"])
 def test_each_trial_has_a_run_directory_of_its_own(two_nodes: Cluster, layout: Layout) -> None:
     disks = two_nodes.disks(layout, "trials")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,39 @@ def test_whatever_was_raised_can_be_described_and_sent(error: Exception) -> None
     failure = RankFailure.from_exception(error, rank=0, host="node0", phase="write")
     assert pickle.loads(pickle.dumps(failure)) == failure
     assert str(failure)
+
+
+class GatheredError(BaseException):
+    """As torch.distributed.checkpoint raises it on every rank, whichever has failed."""
+
+    def __init__(self, failures: dict[int, tuple[BaseException, None]]) -> None:
+        super().__init__("a long traceback")
+        self.failures = failures
+
+
+def test_of_an_error_that_was_gathered_from_all_ranks_each_tells_its_own_part() -> None:
+    gathered = GatheredError({3: (OSError(errno.ENOSPC, "No space left on device", "/x"), None)})
+    own = RankFailure.from_exception(gathered, rank=3, host="node1", phase="write")
+    other = RankFailure.from_exception(gathered, rank=0, host="node0", phase="write")
+    assert (own.kind, own.errno, own.is_consequence) == ("OSError", errno.ENOSPC, False)
+    assert other.is_consequence
+    assert str(other) == "rank 0 on node0, write: GatheredError: failed on [3]"
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (RuntimeError("basic_ios::clear: iostream error"), None),
+        (ValueError("Error while serializing: I/O error: No space left on device (os error 28)"), errno.ENOSPC),
+    ],
+)
+def test_what_libraries_say_of_a_full_disk_gets_a_path_and_free_bytes(
+    tmp_path: Path, error: Exception, number: int | None
+) -> None:
+    failure = RankFailure.from_exception(error, rank=0, host="n", phase="write", place=tmp_path / "gone" / "deeper")
+    assert (failure.errno, failure.path) == (number, str(tmp_path / "gone" / "deeper"))
+    assert failure.free_bytes is not None
+    assert str(failure).endswith(f"[{tmp_path}/gone/deeper] ({failure.free_bytes} bytes free there)")
 
 
 def test_an_attribute_that_only_looks_like_an_error_number_is_left_out() -> None:
