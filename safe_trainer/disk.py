@@ -34,6 +34,28 @@ MAKE_ATTEMPTS = 20
 # What a rename fails with where the file system, or this place in it (overlayfs), cannot rename directories.
 NO_RENAME = frozenset({errno.EXDEV, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 
+_NETWORK_FILE_SYSTEMS = (
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "coda",
+    "fuse",
+    "gfs2",
+    "glusterfs",
+    "gpfs",
+    "lustre",
+    "nfs",
+    "ocfs2",
+    "orangefs",
+    "panfs",
+    "pvfs2",
+    "smb",
+    "virtiofs",
+    "wekafs",
+)
+
 # include/uapi/linux/fs.h and fcntl.h
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -203,10 +225,19 @@ class Mount(NamedTuple):
     Attributes:
         kind: the type of its file system, e.g. ``ext4``, ``nfs4``, ``fuse.sshfs``; empty where it is not known.
         options: its mount options.
+        source: what is mounted, e.g. ``server:/export`` or ``/dev/vda``.
+        point: where.
     """
 
     kind: str
     options: frozenset[str]
+    source: str = ""
+    point: str = "/"
+
+    @property
+    def is_network(self) -> bool:
+        """Whether other nodes may see the same files, and caches may lag."""
+        return self.kind.startswith(_NETWORK_FILE_SYSTEMS)
 
 
 def mount_of(path: Path) -> Mount:
@@ -215,7 +246,8 @@ def mount_of(path: Path) -> Mount:
     mounts = {Path(partition.mountpoint): partition for partition in psutil.disk_partitions(all=True)}
     for parent in (target, *target.parents):
         if parent in mounts:
-            return Mount(mounts[parent].fstype.lower(), frozenset(mounts[parent].opts.split(",")))
+            found = mounts[parent]
+            return Mount(found.fstype.lower(), frozenset(found.opts.split(",")), found.device, str(parent))
     return Mount("", frozenset())
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from safe_trainer.commit import fsync_file
-from safe_trainer.errors import CheckpointError, IncompleteCheckpointError
+from safe_trainer.errors import CheckpointError, IncompleteCheckpointError, UnsafePathError
 from safe_trainer.integrity import (
     Verdict,
     digest_file,
@@ -31,6 +31,7 @@ from safe_trainer.layout import (
     checkpoint_step,
     list_checkpoints,
     list_files,
+    resolve_inside,
 )
 from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.run import Run
@@ -453,9 +454,9 @@ def _trusted_digests(run: Run, inventory: _Inventory, place: Path) -> dict[str, 
 
 def _has_same(place: Path, entry: FileEntry, known: dict[str, FileEntry]) -> bool:
     try:
-        if (place / entry.path).stat().st_size != entry.size:
+        if resolve_inside(place, entry.path).stat().st_size != entry.size:
             return False
-    except OSError:
+    except (OSError, UnsafePathError):
         return False
     trusted = known.get(entry.path)
     if trusted is not None:

@@ -26,6 +26,7 @@ from safe_trainer.commit import fsync_file
 from safe_trainer.errors import CheckpointError, InsufficientSpaceError
 from safe_trainer.integrity import digest_file, inspect_checkpoint, tensorless_weights
 from safe_trainer.layout import (
+    MANIFEST_NAME,
     STAGING_MARKER_PREFIX,
     FileStat,
     check_relative_path,
@@ -296,7 +297,10 @@ def _list(run: Run, staged: Path) -> list[dict[str, FileStat]]:
     """What each node sees in staging: its own files for certain, those of others perhaps not yet."""
 
     def list_own_node() -> dict[str, FileStat]:
-        return list_files(staged) if run.topology.is_lister() else {}
+        if not run.topology.is_lister():
+            return {}
+        # A manifest that is there already came with files that were copied from another checkpoint.
+        return {path: found for path, found in list_files(staged).items() if path != MANIFEST_NAME}
 
     listed = run.channel.together("list files", list_own_node)
     for path in (path for listing in listed for path in listing):

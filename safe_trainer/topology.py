@@ -7,6 +7,7 @@ separate disks and different on one).
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -16,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from safe_trainer.channel import Channel
+from safe_trainer.disk import Mount, mount_of
 from safe_trainer.errors import StorageError
 from safe_trainer.layout import RunLayout
 from safe_trainer.options import Storage
@@ -29,28 +29,6 @@ POLL_INTERVAL_S = 0.1
 # How long a token that is not there is looked for again where the file system is a network one and the hosts differ.
 # Names that were never looked up have no stale cache entry on NFS and FUSE; this covers what lags behind all the same.
 ABSENCE_PATIENCE_S = 10.0
-
-_NETWORK_FILE_SYSTEMS = (
-    "9p",
-    "afs",
-    "beegfs",
-    "ceph",
-    "cifs",
-    "coda",
-    "fuse",
-    "gfs2",
-    "glusterfs",
-    "gpfs",
-    "lustre",
-    "nfs",
-    "ocfs2",
-    "orangefs",
-    "panfs",
-    "pvfs2",
-    "smb",
-    "virtiofs",
-    "wekafs",
-)
 
 
 @dataclass(frozen=True)
@@ -142,6 +120,7 @@ class _Visit(NamedTuple):
     token: str
     node: tuple[str, str]
     network: bool
+    remote: tuple[str, ...] | None
 
 
 class _Sight(NamedTuple):
@@ -172,11 +151,13 @@ def find_topology(channel: Channel, run_directory: Path, *, storage: Storage, vi
     def leave_token() -> _Visit:
         token = f"{uuid.uuid4().hex}-{channel.rank}"
         _touch(tokens / token, timeout_s=visibility_timeout_s)
+        mount = mount_of(run_directory)
         return _Visit(
             directory=str(run_directory.resolve()),
             token=token,
             node=(channel.host, os.environ.get("GROUP_RANK", "")),
-            network=_is_network_file_system(run_directory),
+            network=mount.is_network,
+            remote=_remote_place(mount, run_directory),
         )
 
     visits = channel.together("write into the run directory", leave_token)
@@ -189,6 +170,7 @@ def find_topology(channel: Channel, run_directory: Path, *, storage: Storage, vi
     _check_partition(seen, visits)
     if storage != "local":
         _check_one_directory_per_disk([sight.elsewhere for sight in sights], visits)
+        _check_no_server_is_taken_for_two_disks(seen, visits)
     domains = tuple(Domain(tuple(sorted(group))) for group in sorted(set(seen), key=min))
     numbers: dict[tuple[str, str], int] = {}
     nodes = tuple(numbers.setdefault(visit.node, len(numbers)) for visit in visits)
@@ -223,7 +205,10 @@ def _touch(path: Path, *, timeout_s: float) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             return
-        except (FileExistsError, FileNotFoundError):
+        except OSError as error:
+            # ESTALE: the directory that was there has been removed and made again by another node (GlusterFS).
+            if not isinstance(error, (FileExistsError, FileNotFoundError)) and error.errno != errno.ESTALE:
+                raise
             is_in_the_way = any(parent.is_file() for parent in path.parents)
             if is_in_the_way or time.monotonic() >= deadline:
                 raise
@@ -305,13 +290,12 @@ def _may_lag(visits: list[_Visit]) -> bool:
     return any(visit.network for visit in visits) and len({visit.node for visit in visits}) > 1
 
 
-def _is_network_file_system(directory: Path) -> bool:
-    target = directory.resolve()
-    mounts = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
-    for parent in (target, *target.parents):
-        if parent in mounts:
-            return mounts[parent].lower().startswith(_NETWORK_FILE_SYSTEMS)
-    return False
+def _remote_place(mount: Mount, directory: Path) -> tuple[str, ...] | None:
+    """The place on a server that ``directory`` is, where the mount's source names one."""
+    names_a_server = ":" in mount.source or mount.source.startswith("//")
+    if not (mount.is_network and names_a_server):
+        return None
+    return mount.kind, mount.source, os.path.relpath(directory.resolve(), mount.point)
 
 
 def _remove_token(tokens: Path, token: str) -> None:
@@ -349,6 +333,21 @@ def _check_one_directory_per_disk(elsewhere: list[frozenset[int]], visits: list[
                 "as if each node had a disk of its own. Give all ranks the same output_dir: a time stamp in its name "
                 "must be taken once and passed to every node. If each node is to have its own, set storage='local'."
             )
+
+
+def _check_no_server_is_taken_for_two_disks(seen: list[frozenset[int]], visits: list[_Visit]) -> None:
+    """Two leaders in one directory would delete each other's files (seen with rclone's five-minute caches)."""
+    for rank, others in enumerate(seen):
+        for other in range(rank):
+            place = visits[rank].remote
+            if other not in others and place is not None and place == visits[other].remote:
+                raise StorageError(
+                    f"{_name(other, visits)} and {_name(rank, visits)} have mounted the same directory of "
+                    f"{place[1]} but do not see each other's new files there: its caches lag behind for "
+                    "longer than SafeTrainer looks. Mount it with shorter caches (rclone: --dir-cache-time 1s), or set "
+                    "storage='shared' with a higher visibility_timeout_s. If they are separate disks all the same, set "
+                    "storage='local'."
+                )
 
 
 def _check_option(storage: Storage, topology: Topology, visits: list[_Visit]) -> None:

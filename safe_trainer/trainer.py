@@ -241,7 +241,8 @@ class SafeCheckpointMixin(_TrainerBase):
 
         def read() -> tuple[str | None, int]:
             state = json.loads(state_file.read_text(encoding="utf-8"))
-            return state.get("best_model_checkpoint"), int(state["global_step"])
+            best = state.get("best_model_checkpoint")
+            return best if isinstance(best, str) else None, int(state["global_step"])
 
         # Rank 0's copy counts for all.
         self._safe_best_in_checkpoint, resumed_step = run.channel.together("read the trainer's state", read)[0]

@@ -166,6 +166,7 @@ class _Sink:
         self._digest = xxhash.xxh3_128()
         self._path: Path | None = None
         self._descriptor: int | None = None
+        self._expected = entry.size
         self._problem: Exception | None = None
         try:
             if root is None:
@@ -189,6 +190,12 @@ class _Sink:
 
         def append(descriptor: int) -> None:
             rest = block
+            self._expected -= len(rest)
+            if self._expected < 0:
+                raise CheckpointError(
+                    f"{self._entry.path} arrived with other content than it was sent with (more than its "
+                    f"{self._entry.size} bytes)"
+                )
             self._digest.update(rest)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]

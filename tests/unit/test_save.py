@@ -17,7 +17,7 @@ from safe_trainer import commit
 from safe_trainer.channel import Channel
 from safe_trainer.errors import CheckpointError, RunDirectoryTaken
 from safe_trainer.integrity import inspect_checkpoint
-from safe_trainer.layout import AREA_NAME, STAGING_MARKER_PREFIX, list_checkpoints
+from safe_trainer.layout import AREA_NAME, MANIFEST_NAME, STAGING_MARKER_PREFIX, list_checkpoints
 from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.options import CheckpointOptions
 from safe_trainer.rotation import Rotation
@@ -62,6 +62,18 @@ def names_in(directory: Path) -> set[str]:
 
 
 # --- a save ---
+
+
+def test_a_manifest_that_came_along_with_copied_files_is_not_listed(run: Run) -> None:
+    """A subclass that takes files over from an older checkpoint."""
+    save(run, 10)
+
+    def write(staged: Path) -> None:
+        write_files(staged, FILES)
+        shutil.copy(run.root / "checkpoint-10" / MANIFEST_NAME, staged)
+
+    save(run, 20, write=write)
+    assert inspect_checkpoint(run.root / "checkpoint-20", verify="digest").complete
 
 
 def test_a_save_leaves_a_complete_checkpoint_and_nothing_else(run: Run) -> None:

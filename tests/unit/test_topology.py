@@ -5,6 +5,7 @@ Separate disks are played by letting a rank not see (`os.stat`, `os.listdir`) wh
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -17,6 +18,7 @@ import pytest
 
 from safe_trainer import topology
 from safe_trainer.channel import Channel
+from safe_trainer.disk import Mount, mount_of
 from safe_trainer.errors import StorageError
 from safe_trainer.layout import RunLayout
 from safe_trainer.options import Storage
@@ -93,6 +95,7 @@ class Scene(NamedTuple):
         nodes: each rank's node.
         storage: what the user insists on.
         network: whether the file system counts as a network one.
+        sources: what each rank has mounted.
         unseen_for_s: after this many seconds everything is seen.
         visibility_timeout_s: the option.
     """
@@ -102,6 +105,7 @@ class Scene(NamedTuple):
     nodes: tuple[str, str, str] = ("0", "1", "2")
     storage: Storage = "auto"
     network: bool = False
+    sources: tuple[str, str, str] = ("none", "none", "none")
     unseen_for_s: float = 1e9
     visibility_timeout_s: float = 0.4
 
@@ -111,7 +115,8 @@ def look(scene: Scene) -> list[Topology | Raised]:
 
     def body(channel: Channel) -> Topology | Raised:
         os.environ["GROUP_RANK"] = scene.nodes[channel.rank]
-        topology._is_network_file_system = lambda directory: scene.network
+        kind = "nfs4" if scene.network else "ext4"
+        topology.mount_of = lambda path: Mount(kind, frozenset(), scene.sources[channel.rank])  # type: ignore[attr-defined]
         _hide_tokens_of(scene.unseen.get(channel.rank, set()), scene.unseen_for_s)
         return outcome_of(
             lambda: find_topology(
@@ -290,6 +295,8 @@ def test_elsewhere_absence_is_believed_at_once(
 class Partition(NamedTuple):
     mountpoint: str
     fstype: str
+    opts: str = "rw"
+    device: str = "none"
 
 
 @pytest.mark.parametrize(
@@ -313,7 +320,68 @@ def test_the_file_system_of_the_nearest_mount_counts(
     other = "ext4" if network else "nfs"
     mounts = [Partition("/", other), Partition(str(tmp_path), kind), Partition(str(tmp_path / "out" / "deeper"), other)]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
-    assert topology._is_network_file_system(tmp_path / "out") is network
+    assert mount_of(tmp_path / "out").is_network is network
+
+
+SERVER = "server:/export"
+
+
+@pytest.mark.parametrize("storage", ["auto", "local"])
+def test_one_directory_of_a_server_is_not_taken_for_two_disks(tmp_path: Path, storage: Storage) -> None:
+    """Caches that lag for longer than anybody looks; two leaders there would delete each other's files."""
+    scene = Scene(
+        directories=(tmp_path, tmp_path, tmp_path),
+        unseen={0: {2}, 1: {2}, 2: {0, 1}},
+        network=True,
+        sources=(SERVER, SERVER, SERVER),
+        storage=storage,
+        nodes=("0", "0", "1"),
+    )
+    found = look(scene)
+    if storage == "local":
+        assert all(isinstance(topology, Topology) and len(topology.domains) == 2 for topology in found)
+        return
+    for outcome in found:
+        assert isinstance(outcome, Raised)
+        assert outcome.kind == "StorageError"
+        assert "rank 0" in outcome.message
+        assert "rank 2" in outcome.message
+        assert SERVER in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("network", "sources"),
+    [(True, (SERVER, SERVER, "other:/export")), (True, ("s3fs", "s3fs", "s3fs")), (False, (SERVER, SERVER, SERVER))],
+    ids=["two servers", "a source that names no server", "no network file system"],
+)
+def test_what_may_be_two_disks_is_taken_for_two(tmp_path: Path, network: bool, sources: tuple[str, str, str]) -> None:
+    scene = Scene(
+        directories=(tmp_path, tmp_path, tmp_path),
+        unseen={0: {2}, 1: {2}, 2: {0, 1}},
+        network=network,
+        sources=sources,
+        nodes=("0", "0", "1"),
+    )
+    for found in look(scene):
+        assert isinstance(found, Topology)
+        assert len(found.domains) == 2
+
+
+def test_a_stale_handle_of_the_token_directory_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen on GlusterFS: another node had just removed it."""
+    real = Path.touch
+    stale = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def touch(self: Path, *args: Any, **kwargs: Any) -> None:
+        if stale:
+            raise stale.pop()
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "touch", touch)
+    find_topology(Channel.open(timeout_s=1.0), tmp_path / "out", storage="auto", visibility_timeout_s=1.0)
+    assert not stale
 
 
 # --- what cannot be written (F4) ---
