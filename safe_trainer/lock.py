@@ -43,7 +43,6 @@ SETTLE_S = 0.3
 CHECK_PATIENCE_S = 1.0
 
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV})
 # File systems on which flock works and is known to no other host.
 _FLOCK_IS_LOCAL = ("fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse")
 _FLOCK_IS_LOCAL_OPTIONS = frozenset({"nolock", "local_lock=all", "local_lock=flock", "localflock"})
@@ -164,8 +163,9 @@ class ClaimGuard:
     life for a lease, by the clock of the one who waits. Clocks of two hosts are never compared.
 
     Not guaranteed: that a holder which was stopped for longer than a lease, and goes on, has it still. Such a one
-    learns of it from the check that :meth:`hold` gives. Between that check and a rename nothing helps. On object
-    stores, where creation excludes nobody, two that create it at the same moment are told apart by reading it back.
+    learns of it from the check that :meth:`hold` gives. Between that check and a rename nothing helps. Where creation
+    excludes nobody, two that create it at the same moment are told apart by reading it back; that works on s3fs, and
+    not on rclone, where each reads its own.
 
     Args:
         path: the claim file; its directory must exist.
@@ -244,10 +244,10 @@ class ClaimGuard:
                 return False
             except FileNotFoundError:
                 return False  # somebody has removed the directory of short-lived files; the next look tries again
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                self._has_links = os.path.lexists(self._path)  # sshfs says EPERM where it means EEXIST
+            except OSError:
+                # No links here: EPERM, ENOSYS, or EIO (rclone). If it is something else, the next step fails with it.
+                # sshfs says EPERM where it means EEXIST.
+                self._has_links = os.path.lexists(self._path)
                 if self._has_links:
                     return False
             finally:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_trainer import commit, disk
+from safe_trainer import commit, disk, lock
 from safe_trainer.commit import Generation, RunDirectory
 from safe_trainer.disk import exchange, fsync_directory, fsync_file, fsync_tree
 from safe_trainer.errors import CheckpointError, RunDirectoryTaken
@@ -294,6 +294,44 @@ def test_without_exchange_a_second_rename_that_fails_puts_the_old_one_back(
     with pytest.raises(OSError, match="refused"):
         directory.commit(staged)
     assert contents(final) == OLD
+
+
+def test_a_late_writer_that_brings_the_old_name_back_between_both_renames_is_out_of_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_exchange: None
+) -> None:
+    directory = start_run(tmp_path)
+    final = save(directory, 10, OLD)
+    staged = stage(directory, 10, NEW)
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        real(source, target)
+        if source == final and target.parent == directory.layout.replaced:
+            write_files(final, {"late": b"by somebody on another node"})
+
+    monkeypatch.setattr(os, "rename", rename)
+    directory.commit(staged)
+    directory.empty_trash()
+    assert contents(final) == NEW
+    assert is_whole(final)
+
+
+def test_a_name_that_comes_into_being_right_before_the_rename_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = start_run(tmp_path)
+    staged = stage(directory, 10, NEW)
+    real = os.path.lexists
+
+    def look_too_early(path: Path) -> bool:
+        found = real(path)
+        write_files(tmp_path, {f"checkpoint-10/{JIT_SENTINEL_NAME}": b""})
+        return found
+
+    with monkeypatch.context() as early:
+        early.setattr(os.path, "lexists", look_too_early)
+        directory.commit(staged)
+    assert contents(tmp_path / "checkpoint-10") == NEW
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -814,6 +852,40 @@ def test_without_working_locks_no_descriptor_is_left_open(tmp_path: Path, monkey
         with directory.lock():
             pass
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("moment", ["before", "between the two renames"])
+def test_who_has_lost_its_claim_commits_nothing_and_learns_who_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_exchange: None, moment: str
+) -> None:
+    _flock_that_fails(monkeypatch, errno.ENOLCK)
+    monkeypatch.setattr(lock, "CHECK_PATIENCE_S", 0.05)
+    directory = start_run(tmp_path)
+    final = save(directory, 10, OLD)
+    staged = stage(directory, 10, NEW)
+    claim = directory.layout.claim_file
+
+    def lose_it() -> None:
+        claim.write_bytes(lock.Claim("another", "node7", 17, "", "today").encode())
+
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if source == final:
+            lose_it()
+        real(source, target)
+
+    with directory.lock():
+        if moment == "before":
+            lose_it()
+        else:
+            monkeypatch.setattr(os, "rename", rename)
+        with pytest.raises(CheckpointError, match="taken over by process 17 on node7"):
+            directory.commit(staged)
+        with pytest.raises(CheckpointError, match="taken over by process 17 on node7"):
+            directory.remove_checkpoints([10])
+    assert contents(final) == OLD
+    assert claim.exists(), "it is another one's"
 
 
 def test_another_failure_of_the_lock_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

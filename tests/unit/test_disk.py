@@ -195,6 +195,23 @@ def test_one_file_that_stays_does_not_keep_the_others(tmp_path: Path, monkeypatc
     assert [problem.errno for problem in left.values()] == [errno.EBUSY], "the cause, not what follows from it"
 
 
+def test_what_is_in_use_for_a_moment_is_deleted_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path, {"tree/a": b""})
+    real = os.rmdir
+    refusals = 1
+
+    def rmdir(path: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal refusals
+        if refusals > 0:
+            refusals -= 1
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    assert delete_all([tmp_path / "tree"]) == {}
+    assert os.listdir(tmp_path) == []
+
+
 def test_many_that_stay_take_no_longer_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "DELETE_RETRY_S", 0.1)
     monkeypatch.setattr(shutil, "rmtree", lambda path, onerror: onerror(None, path, (OSError, OSError("busy"), None)))

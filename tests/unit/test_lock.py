@@ -68,15 +68,12 @@ def hold_for_ever(area: Path) -> Callable[[Callable[[], None]], None]:
 # --- one at a time ---
 
 
-@pytest.fixture(params=["links", "no links"])
+@pytest.fixture(params=["links", "no links", "links fail"])
 def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With hard links the claim is there with its content at once; without, it is created and read back."""
-    if request.param == "no links":
-
-        def refuse(source: Path, target: Path) -> None:
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(target))
-
-        monkeypatch.setattr(os, "link", refuse)
+    code = {"no links": errno.EPERM, "links fail": errno.EIO}.get(request.param)  # EIO: as on rclone
+    if code is not None:
+        monkeypatch.setattr(os, "link", lambda source, target: _fail(code))
     return str(request.param)
 
 
