@@ -34,7 +34,8 @@ COMMAND_TIMEOUT_S = 120.0
 CLIENT_MEMORY = "2500M"
 SERVER_MEMORY = "600M"
 SERVER_DISK_BYTES = 2 << 30
-# A server that comes back waits this long for its clients' claims (NFS 4); the default is 90 s.
+# For so long a server keeps the locks of a client that has died (NFS 4); the default is 90 s. A server that starts
+# gives no new locks for as long, since former clients may claim theirs; this one has no former clients.
 LEASE_S = 10
 SHARED = Path("/mnt/shared")
 EXPORTED = Path("/mnt/exported")
@@ -174,6 +175,8 @@ def _xstate(area: Path) -> Path:
 
 _SERVE = f"""
 /run/modprobe nfsd
+/run/modprobe lockd
+echo 1 > /proc/sys/fs/nfs/nlm_grace_period
 mkfs.ext4 -q -F /dev/ubda
 mount /dev/ubda {EXPORTED}
 mount -t nfsd nfsd /proc/fs/nfsd
@@ -184,6 +187,7 @@ rpc.statd --no-notify
 exportfs -o rw,no_root_squash,no_subtree_check,insecure,fsid=0,sync '*:{EXPORTED}'
 rpc.mountd
 rpc.nfsd --nfs-version 3 --nfs-version 4 8
+echo Y > /proc/fs/nfsd/v4_end_grace
 """
 
 

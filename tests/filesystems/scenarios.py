@@ -146,17 +146,27 @@ def start_only(*, tell: Tell, root: str, options: Json) -> Json:
         return {"domains": [list(domain.ranks) for domain in run.topology.domains], "warnings": warnings}
 
 
-def save_failing(*, tell: Tell, root: str, steps: list[int]) -> Json:
-    """Saves until one fails: which steps were committed, and with what error it failed on this rank."""
+def save_twice(*, tell: Tell, root: str, step: int, number: int) -> Json:
+    """One step as save ``number`` and again as the one after it."""
     run = open_at(root)
+    for attempt in (number, number + 1):
+        save(run, step, number=attempt)
+    return {"domains": [list(domain.ranks) for domain in run.topology.domains]}
+
+
+def save_steps(*, tell: Tell, root: str, steps: list[int]) -> Json:
+    """Saves these steps until one fails: which were committed, and with what error the next one failed on this rank."""
     committed: list[int] = []
-    for step in steps:
+    error: str | None = None
+    with warnings_of_safe_trainer() as warnings:
         try:
-            save(run, step)
-        except CheckpointError as error:
-            return {"committed": committed, "error": str(error), "kind": type(error).__name__}
-        committed.append(step)
-    return {"committed": committed, "error": None}
+            run = open_at(root)
+            for step in steps:
+                save(run, step)
+                committed.append(step)
+        except CheckpointError as caught:
+            error = str(caught)
+    return {"committed": committed, "error": error, "warnings": warnings}
 
 
 @contextlib.contextmanager
