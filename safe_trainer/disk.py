@@ -62,7 +62,7 @@ _AT_FDCWD = -100
 # The last two come from FUSE file systems that ignore the flag and try a plain rename.
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EEXIST, errno.ENOTEMPTY)
 # Some network file systems have nothing to sync in a directory and say so.
-_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 # --- durable ---

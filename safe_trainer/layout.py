@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from safe_trainer.disk import again_if_stale
 from safe_trainer.errors import UnsafePathError
 
 CHECKPOINT_PREFIX = "checkpoint"
@@ -58,7 +59,7 @@ def checkpoint_step(name: str) -> int | None:
 def list_checkpoints(run_directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     """Directories of ``run_directory`` that are named as checkpoints, by step (9 before 10), complete or not."""
     try:
-        entries = list(os.scandir(run_directory))
+        entries = again_if_stale(lambda: list(os.scandir(run_directory)))
     except FileNotFoundError:
         return []
     found = []
@@ -208,7 +209,7 @@ def _walk(root: Path, directory: Path, above: frozenset[Path]) -> Iterator[tuple
     real = directory.resolve()
     if real in above:
         return
-    for entry in os.scandir(directory):
+    for entry in again_if_stale(lambda: list(os.scandir(directory))):
         path = Path(entry.path)
         relative = path.relative_to(root).as_posix()
         if entry.is_symlink():

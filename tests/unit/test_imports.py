@@ -15,9 +15,9 @@ PACKAGE = Path(safe_trainer.__file__).parent
 # Each module may import only from those before it. A new module finds its place here, and in docs/design.md.
 ORDER = (
     "errors",
+    "disk",
     "layout",
     "options",
-    "disk",
     "watch",
     "channel",
     "preemption",
