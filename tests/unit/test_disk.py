@@ -25,7 +25,7 @@ from safe_trainer.disk import (
     remove_if_empty,
     rename_to_free_name,
 )
-from safe_trainer.layout import AREA_NAME
+from safe_trainer.layout import AREA_NAME, list_checkpoints, list_files
 from tests.unit.builders import start_run, write_files
 
 # --- stale handles (ESTALE) ---
@@ -57,6 +57,10 @@ def test_a_handle_that_is_stale_once_is_looked_at_again(tmp_path: Path, monkeypa
     _stale_at_first(monkeypatch, Path, "read_bytes", times=1)
     _stale_at_first(monkeypatch, os, "open", times=1)
     assert entries(tmp_path) == [tmp_path / "a"]
+    _stale_at_first(monkeypatch, os, "scandir", times=1)
+    assert list(list_files(tmp_path)) == ["a"]
+    _stale_at_first(monkeypatch, os, "scandir", times=1)
+    assert list_checkpoints(tmp_path) == []
     assert read_fresh(tmp_path / "a") == b"content"
     fsync_directory(tmp_path)
 
@@ -158,7 +162,7 @@ def test_only_empty_directories_are_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["full"]
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP], ids=errno.errorcode.get)
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP], ids=errno.errorcode.get)
 def test_a_file_system_that_cannot_sync_directories_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
