@@ -275,7 +275,10 @@ class Rig:
             root = self._new_directory()
             for disk in scenario.setting.disks:
                 (root / f"disk{disk}").mkdir(parents=True)
-            if scenario.before:
+            if scenario.wreck is not None:
+                shutil.rmtree(root)
+                shutil.copytree(self._wreck(*scenario.wreck), root)
+            elif scenario.before:
                 if self._fresh is None:
                     self._fresh = Job()
                 answers = self._fresh.run(train_healthily, root, scenario.setting, scenario.before)
@@ -284,6 +287,15 @@ class Rig:
                 scenario.damage(root, scenario.setting)
             self._templates[scenario.name] = root
         return self._templates[scenario.name]
+
+    def _wreck(self, name: str, key: str) -> Path:
+        """The disks after a kill of everybody at the first point of a scenario that has ``key`` in its own."""
+        scenario = SCENARIOS[name]
+        kill = next(point.kill for point in self.points(scenario) if key in point.kill.key and point.kill.everyone)
+        root, spec = self._set_up(scenario, kill=kill)
+        self._train(scenario, root, spec)
+        _age_tokens(root)
+        return root
 
     def _new_directory(self) -> Path:
         self._count += 1
@@ -371,7 +383,7 @@ _SHIPPING = ("gather", "make local copies", "deliver the checkpoint")
 _PHASES = {
     "write into the run directory": "start-1",
     "look for the other ranks' run directories": "start-1",
-    "try what the file system can do": "start-1",
+    "try what the file system can do": "start-1b",
     "read the run directory's generation": "start-2",
     "enter": "save-1",
     "prepare": "save-1",
@@ -390,7 +402,7 @@ _PHASES = {
 PIECES = "save-7, file by file"
 UNKNOWN = "?"
 STEPS = (
-    *("start-1", "start-3", "start-4", "start-5", "start-6"),
+    *("start-1", "start-1b", "start-3", "start-3b", "start-4", "start-5", "start-6"),
     *("save-1", "save-2", "save-4", "save-5", "save-6", "save-7", "2a", "2b", PIECES, "save-8", "save-9", "save-11"),
     *("resume-6", "resume-7", "resume-10"),
 )
@@ -413,13 +425,13 @@ def steps_of(tape: Sequence[Operation]) -> list[str]:
 
 def _start_step(operation: Operation) -> str:
     path, to = operation.path, operation.to
-    if "/replaced/" in path:
+    if "/replaced/" in path or "/committing" in path or "/out/checkpoint-" in path + to:
         return "start-4"
     if "/trash/" in to or (operation.op == "mkdir" and path.endswith("/trash")):
         return "start-5"
     if "/trash/" in path or operation.op == "rmdir" or path.endswith("/trash"):
         return "start-6"
-    return "start-3"
+    return "start-3" if path.startswith("disk0/") else "start-3b"
 
 
 def _commit_step(operation: Operation, before: str) -> str:
@@ -610,41 +622,55 @@ def main() -> int:
     """Run every point of the scenarios that are asked for, and say how it went."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenario", action="append", choices=sorted(SCENARIOS), help="only these")
-    parser.add_argument("--points", type=int, help="at most so many kills, spread over all kinds")
     parser.add_argument("--only", help="only kills whose description has this in it")
+    parser.add_argument("--points", type=int, help="at most so many kills, spread over all kinds")
     parser.add_argument("--no-kills", action="store_true", help="power cuts only")
     parser.add_argument("--no-power-cuts", action="store_true", help="kills only")
     parser.add_argument("--results", type=Path, help="append each result to this file, a JSON document a line")
+    parser.add_argument(
+        "--table", type=Path, help="run nothing: the table of such a file, the last result of each point"
+    )
     options = parser.parse_args()
-    results: list[Result] = []
+    if options.table:
+        lines = options.table.read_text().splitlines()
+        results = [Result(**{**json.loads(line), "problems": tuple(json.loads(line)["problems"])}) for line in lines]
+        return _conclude(list({(result.where, result.kind): result for result in results}.values()))
     begin = time.monotonic()
-
-    def note(result: Result) -> None:
+    results = []
+    for result in _run(options):
         results.append(result)
         for problem in result.problems:
             sys.stdout.write(f"NOT RIGHT {result.where}\n    {problem}\n")
-        if len(results) % 50 == 0 or result.problems:
+        if len(results) % 100 == 0 or result.problems:
             sys.stdout.write(f"{len(results)} in {time.monotonic() - begin:.0f} s: {result.where}\n")
             sys.stdout.flush()
         if options.results:
             with options.results.open("a") as stream:
                 stream.write(json.dumps(result.__dict__) + "\n")
+    sys.stdout.write(f"\n{time.monotonic() - begin:.0f} s\n")
+    return _conclude(results)
 
+
+def _run(options: argparse.Namespace) -> Iterator[Result]:
     with Rig() as rig:
         scenarios = [SCENARIOS[name] for name in options.scenario or SCENARIOS]
-        points = [] if options.no_kills else all_points(rig, scenarios)
-        if options.only:
-            points = [point for point in points if options.only in str(point)]
-        for point in points if options.points is None else spread(points, kind_of_point, options.points):
-            note(rig.kill_at(point))
-        for scenario in scenarios if not options.no_power_cuts else []:
-            for cut in rig.cuts(scenario):
-                note(rig.cut(scenario, cut))
-    sys.stdout.write(f"\n{table(results)}\n")
-    slowest = max((result.ended_s for result in results if result.kind == "killed alone"), default=0.0)
+        if not options.no_power_cuts:
+            for scenario in scenarios:
+                yield from (rig.cut(scenario, cut) for cut in rig.cuts(scenario))
+            sys.stdout.write(f"{rig.states_judged} different states of the disks after power cuts\n")
+        if not options.no_kills:
+            points = [
+                point for point in all_points(rig, scenarios) if options.only is None or options.only in str(point)
+            ]
+            count = len(points) if options.points is None else options.points
+            yield from map(rig.kill_at, spread(points, kind_of_point, count))
+
+
+def _conclude(results: Sequence[Result]) -> int:
     red = sum(bool(result.problems) for result in results)
-    sys.stdout.write(f"{len(results)} points, {red} not right, {time.monotonic() - begin:.0f} s; ")
-    sys.stdout.write(f"the slowest survivors had ended after {slowest:.1f} s, the job's own time included\n")
+    slowest = max((result.ended_s for result in results if result.kind == "killed alone"), default=0.0)
+    sys.stdout.write(f"\n{table(results)}\n{len(results)} points, {red} not right. ")
+    sys.stdout.write(f"After a kill of one rank, all had ended {slowest:.1f} s after the start at the latest.\n")
     return 1 if red else 0
 
 

@@ -73,9 +73,11 @@ class Scenario:
     """One row.
 
     Attributes:
-        before: the saves of the job before.
+        before: the saves of the job before; the last one is what is resumed from.
         damage: what happens to the disks then.
         save: what is saved after resuming, if anything.
+        wreck: or, before it, a scenario in which everybody was killed, and a part of the key of the operation after
+            which they were.
         only_elsewhere: whether home does not have whole what is resumed from, so that what has its name there may be
             a part, or damaged.
     """
@@ -85,6 +87,7 @@ class Scenario:
     before: tuple[Content, ...] = (Content(10, 0), Content(20, 0))
     damage: Callable[[Path, Setting], None] | None = None
     save: Content | None = None
+    wreck: tuple[str, str] | None = None
     only_elsewhere: bool = False
 
     @property
@@ -164,6 +167,17 @@ def _scenarios() -> tuple[Scenario, ...]:
         Scenario("save-shared-pieces", pieces, save=new),
         Scenario("again-shared-pieces", pieces, save=again),
         Scenario("save-split-full-pieces", full_pieces, save=new),
+        Scenario(
+            "wreck-shared-pieces",
+            pieces,
+            before=(new,),
+            wreck=("save-shared-pieces", "checkpoint-30/model-2.safetensors -> disk0/out/checkpoint-30"),
+        ),
+        Scenario(
+            "wreck-shared-renames",
+            renames,
+            wreck=("again-shared-renames", "rename disk0/out/checkpoint-20 -> disk0/out/_safe_trainer/replaced"),
+        ),
         Scenario("home-lost-full-pieces", full_pieces, damage=lose_home, only_elsewhere=True),
     )
 
