@@ -13,6 +13,7 @@ help:
 	@echo "make test-fast  unit tests only (seconds)"
 	@echo "make test-crash a kill at every file system operation, a power cut after each; prints the table"
 	@echo "make test-all   the whole tables: every engine on every kind of disk"
+	@echo "make test-fs    real shared file systems between hosts, as root (an hour; skips what is not installed)"
 	@echo "make format     format the code"
 
 setup: $(READY)
@@ -39,6 +40,9 @@ test-fast: $(READY)
 
 test-crash: $(READY)
 	$(BIN)/python -m tests.faults.crash
+
+test-fs: $(READY)
+	$(BIN)/python -m pytest tests/filesystems --file-systems -ra -o log_cli=true --log-cli-level=INFO
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from safe_trainer.channel import Channel
 from safe_trainer.errors import CheckpointError
 from safe_trainer.layout import list_checkpoints
@@ -167,6 +170,31 @@ def save_steps(*, tell: Tell, root: str, steps: list[int]) -> Json:
         except CheckpointError as caught:
             error = str(caught)
     return {"committed": committed, "error": error, "warnings": warnings}
+
+
+def save_too_much(*, tell: Tell, root: str, megabytes: int) -> Json:
+    """A small step 10, then a step 20 with more weights than the disk has room for, from rank 0.
+
+    Gives whether `save_file` returned as if all were well, how many of the bytes that it wrote are zeros when they are
+    read back, and the save's error.
+    """
+    run = open_at(root)
+    save(run, 10)
+    seen: dict[str, Any] = {"returned": False, "zeros": None, "error": None}
+
+    def write(staged: Path) -> None:
+        if run.channel.rank == 0:
+            path = staged / "model.safetensors"
+            save_file({"weight": torch.full((megabytes << 20,), 255, dtype=torch.uint8)}, path)
+            seen["returned"] = True
+            with contextlib.suppress(OSError):
+                seen["zeros"] = path.read_bytes().count(0)
+
+    try:
+        save_checkpoint(run, step=20, write=write, rotation=lambda: Rotation())
+    except CheckpointError as error:
+        seen["error"] = str(error)
+    return seen
 
 
 @contextlib.contextmanager

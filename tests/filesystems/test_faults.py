@@ -264,6 +264,7 @@ def test_a_stale_handle_that_comes_once_and_goes_is_not_noticed(two: Rig, operat
     assert two.restarted() == (20, 20)
 
 
+@file_systems
 @pytest.mark.parametrize("operation", [*LOOKING, *MAKING])
 def test_a_stale_handle_that_comes_twice_is_overcome_or_told_to_all(two: Rig, operation: str) -> None:
     """The kernel itself looks again after the first; so programs see the second one, once."""
