@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ DEADLINE_S = 40.0
 # What the channel itself waits for at most; shorter, so that whoever has only this to end them is not taken to hang.
 CHANNEL_TIMEOUT_S = 20.0
 
+_PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -107,6 +109,8 @@ class Job:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _serve(self, rank: int, connection: Connection) -> None:
+        # Its siblings hold copies of the parent's ends of the pipes, so that the parent's death shows in none of them.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         logging.disable(logging.CRITICAL)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
