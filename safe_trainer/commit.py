@@ -36,6 +36,7 @@ from safe_trainer.disk import (
     NO_RENAME,
     delete_all,
     entries,
+    fsync_ancestors,
     fsync_directory,
     fsync_tree,
     make_below,
@@ -56,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a job that is just finding its storage domains are seconds old.
 STALE_TOKEN_S = 3600.0
+# So many runs start nowhere; a greater number is damage.
+MAX_GENERATION = 1 << 53
 # How often a generation is written again that somebody has overwritten, where no guard kept him out.
 TAKE_ATTEMPTS = 5
 
@@ -179,7 +182,9 @@ class RunDirectory:
 
     def _start(self, generation: Generation, *, is_home: bool) -> Generation:
         self.layout.area.mkdir(parents=True, exist_ok=True)
+        self._refuse_links()
         fsync_directory(self.layout.root)
+        fsync_ancestors(self.layout.root)
         with self.lock():
             generation = self._write_generation(generation, is_home=is_home)
             self._generation = generation
@@ -191,6 +196,20 @@ class RunDirectory:
             )
         self.empty_trash()
         return generation
+
+    def _refuse_links(self) -> None:
+        """What lies in the package's directories is moved and deleted; behind a link it would be somebody else's."""
+        layout = self.layout
+        for directory in (
+            layout.staging,
+            layout.replaced,
+            layout.committing,
+            layout.delivered,
+            layout.trash,
+            layout.tokens,
+        ):
+            if directory.is_symlink():
+                raise CheckpointError(f"{directory} is a symbolic link; remove it. Nothing was changed.")
 
     def _write_generation(self, generation: Generation, *, is_home: bool) -> Generation:
         for _ in range(TAKE_ATTEMPTS):
@@ -230,15 +249,19 @@ class RunDirectory:
         self.check_generation()
 
     def _newest(self) -> Generation:
-        content = read_fresh(self.layout.generation_file)
+        try:
+            content = read_fresh(self.layout.generation_file)
+        except OSError as error:
+            raise CheckpointError(f"{self.layout.generation_file} cannot be read: {error}") from error
         if content is None:
             return Generation(0)
         try:
             generation = Generation(**json.loads(content))
-            if type(generation.number) is not int or type(generation.run_id) is not str:
-                raise ValueError(f"number {generation.number!r}, run id {generation.run_id!r}")
+            is_sound = type(generation.number) is int and type(generation.run_id) is str
+            if not is_sound or not 0 <= generation.number < MAX_GENERATION:
+                raise ValueError("its number or run id is none")
             return generation
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.layout.generation_file} is damaged ({error}). If no other job runs here, delete it."
             ) from error
@@ -264,6 +287,8 @@ class RunDirectory:
     def _put_back_replaced(self) -> None:
         """Finish a replacement that a crash cut between its two renames: the old checkpoint gets its name back."""
         for old in entries(self.layout.replaced):
+            if checkpoint_step(old.name) is None:
+                continue  # not of our making, and perhaps named as a file of the user's
             final = self.layout.root / old.name
             if final.is_dir() and inspect_checkpoint(final, verify="size").intact:
                 self.discard(old)
@@ -450,6 +475,7 @@ class RunDirectory:
             self.layout.staging,
             self.layout.replaced,
             self.layout.delivered,
+            self.layout.tokens,
         )
 
     def clear_deliveries(self) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -28,6 +29,8 @@ STALE_RETRY_S = 0.05
 DELETE_ATTEMPTS = 3
 DELETE_RETRY_S = 0.2
 DELETE_PATIENCE_S = 5.0
+# The longest file of ours lists the files of a checkpoint, a hundred bytes or so for each.
+MAX_RECORD_BYTES = 64 << 20
 # Another process may remove an empty directory between our mkdir and what we make in it.
 MAKE_ATTEMPTS = 20
 
@@ -113,6 +116,18 @@ def _fsync_path(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
+def fsync_ancestors(directory: Path) -> None:
+    """Make the name of ``directory`` itself durable: it, or directories above it, may just have been made.
+
+    Up to the root of its file system; what this process may not read is left out.
+    """
+    for parent in directory.resolve().parents:
+        with contextlib.suppress(OSError):
+            fsync_directory(parent)
+        if os.path.ismount(parent):
+            return
+
+
 def write_durably(path: Path, text: str) -> None:
     """Write ``path`` as a whole: everybody sees the former content or this one, also after a power cut."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
@@ -196,13 +211,26 @@ def read_fresh(path: Path) -> bytes | None:
 
     Opening a file makes network file systems ask for its present state; a name that a node believes missing comes back
     with the listing (NFS), or when the cache lets it go (FUSE), which is not waited for.
+
+    Raises:
+        OSError: it is no regular file, larger than :data:`MAX_RECORD_BYTES`, or cannot be read.
     """
+
+    def read() -> bytes:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # else a pipe would be waited for
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "no regular file", str(path))
+            content = stream.read(MAX_RECORD_BYTES + 1)
+        if len(content) > MAX_RECORD_BYTES:
+            raise OSError(errno.EFBIG, f"more than {MAX_RECORD_BYTES} bytes", str(path))
+        return content
+
     with contextlib.suppress(FileNotFoundError):
-        return again_if_stale(path.read_bytes)
+        return again_if_stale(read)
     with contextlib.suppress(OSError):
         os.listdir(path.parent)
     with contextlib.suppress(FileNotFoundError):
-        return again_if_stale(path.read_bytes)
+        return again_if_stale(read)
     return None
 
 
@@ -292,4 +320,6 @@ def _delete(path: Path) -> OSError | None:
             path.unlink(missing_ok=True)
     except OSError as error:
         problems.append(error)
+    except RecursionError:
+        problems.append(OSError(errno.ENAMETOOLONG, "nested too deeply to be deleted", str(path)))
     return problems[0] if problems else None

@@ -100,8 +100,6 @@ def inspect_checkpoint(checkpoint: Path, *, verify: Verify) -> Verdict:
         files = list_files(checkpoint)
     except (CheckpointError, OSError) as error:
         return Verdict(None, (str(error),))
-    except RecursionError:
-        return Verdict(None, ("its directories are nested too deep to be listed",))
     if JIT_SENTINEL_NAME in files:
         return Verdict(manifest, (f"{JIT_SENTINEL_NAME} says that its save did not finish",))
     if manifest is None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ MANIFEST_NAME = "checkpoint_manifest.json"
 TRAINER_STATE_NAME = "trainer_state.json"
 # transformers' just-in-time checkpoint (5.0 on) marks an unfinished directory with this file.
 JIT_SENTINEL_NAME = "checkpoint-is-incomplete.txt"
+MAX_PATH_BYTES = 4096  # PATH_MAX of Linux
 STAGING_MARKER_PREFIX = ".safe_trainer-writing-"
 
 # Ours, and what NFS and FUSE put in the place of a file that was removed while somebody had it open.
@@ -166,13 +168,22 @@ def check_relative_path(path: str) -> str:
         or ".." in pure.parts
         or str(pure) != path
         or path == "."
+        or not _is_file_name(path)
     )
     if unsafe:
         raise UnsafePathError(
-            f"{path!r} is not a path inside a checkpoint: it must be relative, without '..' and in normal form. "
-            "Nothing was read or written for it."
+            f"{reprlib.repr(path)} is not a path inside a checkpoint: it must be relative, without '..' and in normal "
+            "form. Nothing was read or written for it."
         )
     return path
+
+
+def _is_file_name(path: str) -> bool:
+    """Whether the system could have such a path: a lone surrogate of JSON cannot be encoded."""
+    try:
+        return len(os.fsencode(path)) < MAX_PATH_BYTES
+    except UnicodeEncodeError:
+        return False
 
 
 def resolve_inside(root: Path, path: str) -> Path:
@@ -199,9 +210,13 @@ def list_files(root: Path) -> dict[str, FileStat]:
     Symbolic links that stay inside ``root`` count as what they point to.
 
     Raises:
-        UnsafePathError: a symbolic link leads out of ``root``, or a name could not be read back from a manifest.
+        UnsafePathError: a symbolic link leads out of ``root``, directories are nested too deeply, or a name could not
+            be read back from a manifest.
     """
-    return dict(sorted(_walk(root, root, frozenset())))
+    try:
+        return dict(sorted(_walk(root, root, frozenset())))
+    except RecursionError as error:
+        raise UnsafePathError(f"{root} has directories that are nested too deeply.") from error
 
 
 def _walk(root: Path, directory: Path, above: frozenset[Path]) -> Iterator[tuple[str, FileStat]]:

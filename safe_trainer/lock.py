@@ -18,6 +18,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -42,6 +43,8 @@ SETTLE_S = 0.3
 # A claim that is not there may just be on its way back (see ClaimGuard._take_away).
 CHECK_PATIENCE_S = 1.0
 
+_NONCE_RE = re.compile(r"[0-9a-f]{32}")
+_MAX_PID = 1 << 31
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
 # File systems on which flock works and is known to no other host.
 _FLOCK_IS_LOCAL = ("fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse")
@@ -131,9 +134,16 @@ class Claim:
         """The claim in a file; None where it is empty or damaged."""
         try:
             claim = cls(**json.loads(content))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
-        return claim if type(claim.pid) is int and claim.pid > 0 and type(claim.process) is str else None
+        is_sound = (
+            type(claim.nonce) is str
+            and _NONCE_RE.fullmatch(claim.nonce) is not None  # it becomes part of a file's name
+            and type(claim.pid) is int
+            and 0 < claim.pid < _MAX_PID
+            and type(claim.process) is str
+        )
+        return claim if is_sound else None
 
     def holder_is_dead(self) -> bool:
         """Whether its process ran on this machine and is there no more. Of another machine's nothing is known."""

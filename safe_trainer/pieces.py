@@ -44,13 +44,15 @@ from safe_trainer.disk import (
     write_durably,
 )
 from safe_trainer.errors import CheckpointError
-from safe_trainer.layout import MANIFEST_NAME, RunLayout, checkpoint_step, list_files, resolve_inside
+from safe_trainer.layout import AREA_NAME, MANIFEST_NAME, RunLayout, checkpoint_step, list_files, resolve_inside
 
 logger = logging.getLogger(__name__)
 
 # They copy a renamed directory file by file, and not all of them show it to a probe.
 _OBJECT_STORES = ("fuse.rclone", "fuse.s3fs", "fuse.gcsfuse")
 _SUFFIX = ".json"
+# Nothing else is committed, whatever a record says.
+_SOURCES = (f"{AREA_NAME}/staging/", f"{AREA_NAME}/delivered/")
 
 
 def rename_problem(layout: RunLayout) -> str | None:
@@ -114,8 +116,10 @@ class _Record:
             record = cls(**document)
             if f"{record.name}{_SUFFIX}" != path.name or checkpoint_step(record.name) is None:
                 raise ValueError(f"it names {record.name!r}")
+            if record.staged is not None and not str(record.staged).startswith(_SOURCES):
+                raise ValueError(f"its files come from {record.staged!r}")
             return dataclasses.replace(record, files={str(name): int(size) for name, size in record.files.items()})
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is damaged ({error}). Look whether {path.stem} is complete, then delete that file."
             ) from error
@@ -132,6 +136,9 @@ def commit_in_pieces(layout: RunLayout, staged: Path, final: Path) -> None:
     """
     files = {path: info.size for path, info in list_files(staged).items()}
     record = _Record(final.name, staged.relative_to(layout.root).as_posix(), files)
+    # The record relies on the staging directory, so its own name must be as durable as what is in it.
+    for directory in (staged.parent, staged.parent.parent):
+        fsync_directory(directory)
     _write(layout, record)
     _carry_out(layout, record)
     _forget(layout, record)
@@ -226,7 +233,12 @@ def _carry_out(layout: RunLayout, record: _Record) -> None:
         final.unlink(missing_ok=True)
         final.mkdir()
     _clear(final, keep=arrived)
-    for path in sorted(waiting, key=lambda path: path == MANIFEST_NAME):
+    for path in waiting:
+        resolve_inside(final, path).parent.mkdir(parents=True, exist_ok=True)
+    # Nothing is moved into a directory that a power cut could take away again.
+    fsync_tree(final)
+    fsync_directory(layout.root)
+    for path in sorted(waiting, key=lambda path: (path == MANIFEST_NAME, path)):
         if path == MANIFEST_NAME:
             fsync_tree(final)
         _move(resolve_inside(staged, path), resolve_inside(final, path), record.files[path])
@@ -244,7 +256,6 @@ def _clear(final: Path, *, keep: Set[str]) -> None:
 
 def _move(source: Path, target: Path, size: int) -> None:
     """Rename a file, or copy it and leave it, where files cannot be renamed either."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.replace(source, target)
     except FileNotFoundError:

@@ -199,6 +199,8 @@ def _touch(path: Path, *, timeout_s: float) -> None:
 
     Where caches lag, a directory can be there (``mkdir`` says so) and yet be invisible for a while.
     """
+    if path.parent.is_symlink():
+        raise StorageError(f"{path.parent} is a symbolic link; remove it. Nothing was written there.")
     deadline = time.monotonic() + timeout_s
     while True:
         try:

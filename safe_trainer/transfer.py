@@ -80,7 +80,7 @@ def ship(
         The number of bytes that this rank received.
 
     Raises:
-        CheckpointError: at least one file could not be sent from or stored on this rank.
+        CheckpointError, OSError: at least one file could not be sent from or stored on this rank.
     """
     buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     problems: list[Exception] = []
@@ -95,8 +95,10 @@ def ship(
             continue
         if problem is not None:
             problems.append(problem)
-    if problems:
-        raise problems[0]
+    for problem in problems:
+        if isinstance(problem, (CheckpointError, OSError)):
+            raise problem
+        raise CheckpointError(f"a file could not be sent or stored: {problem!r}") from problem
     return received
 
 

@@ -866,7 +866,7 @@ def test_who_has_lost_its_claim_commits_nothing_and_learns_who_has_it(
     claim = directory.layout.claim_file
 
     def lose_it() -> None:
-        claim.write_bytes(lock.Claim("another", "node7", 17, "", "today").encode())
+        claim.write_bytes(lock.Claim("a" * 32, "node7", 17, "", "today").encode())
 
     real = os.rename
 

@@ -54,7 +54,6 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_handle_that_is_stale_once_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path, {"a": b"content"})
     _stale_at_first(monkeypatch, os, "scandir", times=1)
-    _stale_at_first(monkeypatch, Path, "read_bytes", times=1)
     _stale_at_first(monkeypatch, os, "open", times=1)
     assert entries(tmp_path) == [tmp_path / "a"]
     _stale_at_first(monkeypatch, os, "scandir", times=1)
@@ -67,7 +66,7 @@ def test_a_handle_that_is_stale_once_is_looked_at_again(tmp_path: Path, monkeypa
 
 def test_one_that_stays_stale_is_an_error_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _stale_at_first(monkeypatch, os, "scandir", times=100)
-    _stale_at_first(monkeypatch, Path, "read_bytes", times=100)
+    _stale_at_first(monkeypatch, os, "open", times=100)
     with pytest.raises(OSError, match=str(tmp_path)):
         entries(tmp_path)
     with pytest.raises(OSError, match=str(tmp_path / "a")):
@@ -84,7 +83,7 @@ def test_a_generation_that_is_stale_once_does_not_fence_off_its_own_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = start_run(tmp_path)
-    _stale_at_first(monkeypatch, Path, "read_bytes", times=1)
+    _stale_at_first(monkeypatch, os, "open", times=1)
     directory.check_generation()
 
 
@@ -96,20 +95,20 @@ def test_a_file_that_comes_with_the_listing_of_its_directory_is_read(
 ) -> None:
     """As on NFS, where a node believes that a name is missing until it lists the directory."""
     write_files(tmp_path, {"a": b"content"})
-    real_read, real_list = Path.read_bytes, os.listdir
+    real_open, real_list = os.open, os.listdir
     listed = False
 
-    def read(path: Path) -> bytes:
-        if not listed:
+    def open_descriptor(path: Any, *args: Any, **kwargs: Any) -> int:
+        if path == tmp_path / "a" and not listed:
             raise FileNotFoundError(errno.ENOENT, "cached as missing", str(path))
-        return real_read(path)
+        return real_open(path, *args, **kwargs)
 
     def list_names(path: Path) -> list[str]:
         nonlocal listed
         listed = True
         return real_list(path)
 
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(os, "open", open_descriptor)
     monkeypatch.setattr(os, "listdir", list_names)
     assert read_fresh(tmp_path / "a") == b"content"
 

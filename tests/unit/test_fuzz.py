@@ -68,11 +68,6 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 DIGEST = "0123456789abcdef" * 2
 
 
-def reported(what: str) -> pytest.MarkDecorator:
-    """A defect that has been found here and not been mended yet."""
-    return pytest.mark.xfail(reason=what, strict=False)
-
-
 def fuzz(examples: int) -> settings:
     """So many examples, the same in every run, however long each takes."""
     return settings(max_examples=EXAMPLES or examples, derandomize=not EXAMPLES, deadline=None, database=None)
@@ -561,7 +556,8 @@ def test_directories_that_are_nested_too_deep_are_a_finding() -> None:
     with a_checkpoint() as checkpoint:
         manifest_of(checkpoint, step=10).write(checkpoint)
         (checkpoint / "/".join("d" * 300)).mkdir(parents=True)
-        assert run_in_child(body) == ["its directories are nested too deep to be listed"]
+        (problem,) = run_in_child(body)
+        assert "nested too deeply" in problem
 
 
 # --- bombs ---
@@ -649,7 +645,6 @@ def test_what_claims_to_be_huge_is_refused_in_little_memory(name: str, make: Cal
 # --- the run directory's own state ---
 
 
-@reported("deep nesting is a RecursionError, and numbers have no limit")
 @fuzz(100)
 @given(content=st.one_of(st.binary(), any_json.map(lambda value: json.dumps(value).encode())))
 @example(content=b"[" * 100_000)
@@ -673,7 +668,6 @@ def test_any_generation_is_taken_over_or_refused(content: bytes) -> None:
 # --- names and lengths from other ranks ---
 
 
-@reported("a lone surrogate is a UnicodeEncodeError")
 @fuzz(200)
 @given(path=any_path)
 @example(path="\ud800")
@@ -730,7 +724,6 @@ class Stranger:
 any_length = st.one_of(st.integers(-3, 40), st.integers(-(2**63), 2**63 - 1), st.just(CHUNK_BYTES + 1))
 
 
-@reported("a lone surrogate is a UnicodeEncodeError, a mode of 10**30 an OverflowError")
 @fuzz(100)
 @given(
     entries=st.lists(any_entry, min_size=1, max_size=2),
@@ -836,7 +829,6 @@ def test_a_damaged_run_directory_is_resumed_from_what_is_whole_in_it(
             assert contents(resumption.path) == FILES
 
 
-@reported("links are followed, and a pipe is waited for")
 @pytest.mark.parametrize("make", OTHER_THINGS.values(), ids=OTHER_THINGS)
 @pytest.mark.parametrize("name", ["generation.json", "lock", "staging", "delivered", "replaced", "tokens", "trash"])
 def test_whatever_lies_in_the_place_of_ours_a_run_starts_or_says_why_not(
@@ -861,7 +853,6 @@ def files_to_resume_from(root: Path) -> dict[str, bytes] | None:
     return {} if resumption is None else contents(resumption.path)
 
 
-@reported("whatever is in replaced/ is put back")
 @pytest.mark.parametrize("name", ["train.py", "checkpoint-x"])
 def test_what_is_no_checkpoint_is_not_put_back_over_the_users_files(name: str) -> None:
     with a_run_directory() as root:
@@ -877,7 +868,6 @@ def test_what_is_no_checkpoint_is_not_put_back_over_the_users_files(name: str) -
 CLAIM = {"nonce": "n", "host": "here", "pid": 1, "process": "", "taken_at": "2026-01-01T00:00:00Z"}
 
 
-@reported("a nonce is used in a path as it is; deep nesting is a RecursionError")
 @fuzz(80)
 @given(
     content=st.one_of(
@@ -912,7 +902,6 @@ def test_any_claim_is_respected_or_taken_over(content: bytes) -> None:
 RECORD = {"name": "checkpoint-10", "staged": "_safe_trainer/staging/a-save/checkpoint-10", "files": {"a/b": 7}}
 
 
-@reported("a staging directory may be another checkpoint; types are not checked; infinity is an OverflowError")
 @fuzz(150)
 @given(
     record=st.one_of(

@@ -37,6 +37,9 @@ def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "LEASE_S", SHORT_LEASE_S)
 
 
+A_NONCE = "f" * 32
+
+
 def guard_in(area: Path) -> ClaimGuard:
     return ClaimGuard(area / "claim.json", short_lived=area / "tokens", trash=area / "trash")
 
@@ -48,7 +51,7 @@ def seconds_to_get(area: Path, *, timeout_s: float = 10.0) -> float:
 
 
 def a_claim(**changes: object) -> Claim:
-    claim = Claim("f00", "node7", 17, "another-boot pid:[1] 99", "2026-01-01T00:00:00Z")
+    claim = Claim(A_NONCE, "node7", 17, "another-boot pid:[1] 99", "2026-01-01T00:00:00Z")
     return dataclasses.replace(claim, **changes)  # type: ignore[arg-type]
 
 
@@ -202,7 +205,7 @@ def test_so_is_that_of_one_whose_parent_has_not_noticed(tmp_path: Path) -> None:
 def test_so_is_that_of_one_whose_number_another_process_has_now(tmp_path: Path) -> None:
     own = Claim.of_this_process()
     machine, _, start = own.process.rpartition(" ")
-    earlier = dataclasses.replace(own, nonce="earlier", process=f"{machine} {int(start) - 1}")
+    earlier = dataclasses.replace(own, nonce="e" * 32, process=f"{machine} {int(start) - 1}")
     (tmp_path / "claim.json").write_bytes(earlier.encode())
     assert seconds_to_get(tmp_path) < AT_ONCE_S
 
@@ -246,7 +249,7 @@ def test_what_a_dead_host_or_a_damaged_file_left_is_taken_over_after_a_lease(
 
 def test_a_sign_of_life_from_another_host_begins_the_lease_anew(tmp_path: Path, short_lease: None) -> None:
     (tmp_path / "claim.json").write_bytes(a_claim().encode())
-    sign = tmp_path / "tokens" / "alive-f00"
+    sign = tmp_path / "tokens" / f"alive-{A_NONCE}"
     sign.parent.mkdir()
     timer = threading.Timer(0.7 * SHORT_LEASE_S, lambda: sign.write_text("1"))
     timer.start()
@@ -272,7 +275,7 @@ def test_of_many_who_find_a_dead_ones_claim_one_at_a_time_gets_it(tmp_path: Path
 def test_a_newer_claim_that_is_met_in_the_place_of_a_dead_one_is_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stale, newer = a_claim().encode(), a_claim(nonce="newer").encode()
+    stale, newer = a_claim().encode(), a_claim(nonce="a" * 32).encode()
     (tmp_path / "claim.json").write_bytes(stale)
     real = os.rename
 
