@@ -49,6 +49,8 @@ class Place:
         path: where it is mounted on both.
         logs: a directory for what ranks print.
         job: two ranks, or four where processes are cheap.
+        cut_power: ends one of the hosts by its number, with its kernel or its file system client and all that these
+            had not sent off.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Place:
     path: Path
     logs: Path
     job: Job
+    cut_power: Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,11 @@ def _on_hosts(share: Share) -> Kind:
     @contextlib.contextmanager
     def place() -> Iterator[Place]:
         with Hosts("a", "b") as machines, share.mounted(machines) as path:
-            both = list[Host](machines)
+            both = list(machines)
             with Job(both, machines.directory, ranks_per_host=2) as job:
-                yield Place(share.name, both, path, machines.directory, job)
+                yield Place(
+                    share.name, list[Host](both), path, machines.directory, job, lambda index: both[index].kill()
+                )
 
     return Kind(share.name, share.why_not, place)
 
@@ -82,9 +87,9 @@ def _on_guests(options: str) -> Kind:
     @contextlib.contextmanager
     def place() -> Iterator[Place]:
         with Hosts() as machines, NFS(options).mounted(machines) as (clients, path):
-            both = list[Host](clients)
-            with Job(both, machines.directory, ranks_per_host=1) as job:
-                yield Place(f"NFS {options}", both, path, machines.directory, job)
+            name, both = f"NFS {options}", list[Host](clients)
+            with Job(clients, machines.directory, ranks_per_host=1) as job:
+                yield Place(name, both, path, machines.directory, job, lambda index: clients[index].cut_power())
 
     return Kind(f"NFS {options}", guests.why_not, place)
 

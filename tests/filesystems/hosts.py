@@ -39,6 +39,7 @@ SERVER_ADDRESS = "10.99.0.1"
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--propagation", "private")
 _ENTER = ("--net", "--mount", "--uts", "--ipc", "--pid")
 _PR_SET_PDEATHSIG = 1
+_DIRECTORY_PREFIX = "safe-trainer-hosts-"
 _LIBC = ctypes.CDLL(None)
 # Names come from the hosts' own file: a look-up in the network would wait for a server that is not there.
 _NAME_SERVICES = "".join(f"{kind}: files\n" for kind in ("passwd", "group", "hosts", "services", "protocols", "rpc"))
@@ -176,7 +177,9 @@ class Hosts:
     def __init__(self, *names: str) -> None:
         self._names = names
         self._hosts: dict[str, LocalHost] = {}
-        self._directory = tempfile.TemporaryDirectory(prefix="safe-trainer-hosts-", ignore_cleanup_errors=True)
+        _remove_abandoned()
+        prefix = f"{_DIRECTORY_PREFIX}{os.getpid()}-"
+        self._directory = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
         self.directory = Path(self._directory.name)
         self.server: LocalHost
 
@@ -246,6 +249,14 @@ class Hosts:
         for host in self._hosts.values():
             host.kill()
         self._directory.cleanup()
+
+
+def _remove_abandoned() -> None:
+    """Deletes what test processes left that were killed before they could clean up."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY_PREFIX}*-*"):
+        pid = directory.name.removeprefix(_DIRECTORY_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def wait_for(condition: Any, what: str, *, timeout_s: float = START_TIMEOUT_S) -> None:
