@@ -173,6 +173,34 @@ def test_the_manifest_is_the_first_to_go_and_the_last_to_come(
     assert set(order) == {"old", "new", "nothing to be taken for a checkpoint"}
 
 
+def test_whatever_a_later_step_relies_on_is_durable_before_it(
+    tmp_path: Path, refusal: Patch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = start_run(tmp_path)
+    staged = stage(directory, 10, NEW)
+    final, record = tmp_path / "checkpoint-10", tmp_path / AREA_NAME / "committing" / "checkpoint-10.json"
+    synced: list[Path] = []
+    replaced: dict[Path, set[Path]] = {}
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real_fsync(descriptor)
+
+    def replace(source: Path, target: Path) -> None:
+        replaced[target] = set(synced)
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    directory.commit(staged)
+    assert replaced[record] >= {staged, staged.parent, staged.parent.parent}
+    for path in NEW:
+        assert replaced[final / path] >= {record.parent, tmp_path / AREA_NAME, final, final / "sub", tmp_path}
+    assert final / MANIFEST_NAME in replaced
+    assert synced.index(record.parent) > synced.index(staged.parent)
+
+
 def _state(final: Path) -> str:
     if not (final / MANIFEST_NAME).exists() or not (final / MANIFEST_NAME).stat().st_size:
         return "nothing to be taken for a checkpoint"
@@ -402,7 +430,7 @@ def test_a_record_that_leads_out_of_the_run_directory_is_refused(tmp_path: Path)
     write_files(tmp_path, {"precious/model": b"1"})
     text = b'{"name": "checkpoint-10", "staged": "../precious", "files": {"model": 1}}'
     write_files(root, {f"{AREA_NAME}/committing/checkpoint-10.json": text})
-    with pytest.raises(CheckpointError, match="not a path inside"):
+    with pytest.raises(CheckpointError, match="its files come from"):
         start_run(root)
     assert contents(tmp_path / "precious") == {"model": b"1"}
 
