@@ -69,18 +69,18 @@ class Channel:
             waits_for_slow: whether, after a failure on one rank, slow ones are waited for, so that all can go on.
 
         Raises:
-            ProcessGroupLostError: some ranks have not come within ``timeout_s``.
+            ProcessGroupLostError: some ranks have not come for half an hour, or ``timeout_s`` if that is longer.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(None, rank=0, world_size=1)
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        watch = Watch(
+            _own_store(), rank=rank, world_size=world_size, timeout_s=timeout_s, waits_for_slow=waits_for_slow
+        )
+        watch.start()
         with _gloo_interface():
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         set_group_timeout(group, UNLIMITED)
-        watch = Watch(
-            _own_store(group), rank=rank, world_size=world_size, timeout_s=timeout_s, waits_for_slow=waits_for_slow
-        )
-        watch.start()
         channel = cls(group, rank=rank, world_size=world_size, watch=watch)
         watch.peers = channel.together("introduce", Peer.own)
         return channel
@@ -189,10 +189,13 @@ def _pending(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _own_store(group: dist.ProcessGroup) -> Store:
-    """The job's store over a connection of its own, with keys that no other group uses."""
+def _own_store() -> Store:
+    """The job's store over a connection of its own, with keys that no other channel uses.
+
+    The number of process groups so far is the same on all ranks, and each channel makes one.
+    """
     store = dist.distributed_c10d._get_default_store()
-    return PrefixStore(f"safe_trainer/{group.group_name}", store.clone())  # type: ignore[attr-defined]
+    return PrefixStore(f"safe_trainer/{dist.distributed_c10d._world.group_count}", store.clone())  # type: ignore[attr-defined]
 
 
 def _results(outcomes: list[_Outcome[T]], error: BaseException | None) -> list[T]:

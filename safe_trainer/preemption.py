@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ class Preemption:
         self._watch = channel.watch
         self._rank = channel.rank
         self._host = channel.host
+        self._process = os.getpid()
         self._signals = signals
         self._name = f"stop/{next(_runs)}"
         self._previous: dict[signal.Signals, Any] = {}
@@ -69,6 +71,11 @@ class Preemption:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A child that was forked meanwhile (a pool's) is to end as it would have without us.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if self._own is None:
             self._own = signal.Signals(number)
             if self._watch is not None:

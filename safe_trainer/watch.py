@@ -57,6 +57,8 @@ BEATS_MISSED_AFTER_BREAK = 4
 LATE_LOG_INTERVAL_S = 30.0
 # All ranks read all beats; with many ranks less often, so that the store carries the same load whatever their number.
 SCAN_INTERVAL_PER_RANK_S = 0.01
+# How long a rank may come later than the others to the start, which is what torch gives collectives by default.
+START_TIMEOUT_S = 1800.0
 # How long the training thread waits for the pulse to carry something to the store.
 STORE_PATIENCE_S = 5.0
 
@@ -216,22 +218,33 @@ class Watch:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Begin to beat, and wait until every rank does.
+        """Begin to beat, and wait until every rank does. Ranks may come late: one prepares the data for all, say.
 
         Raises:
-            ProcessGroupLostError: some have not begun within ``timeout_s``.
+            ProcessGroupLostError: some have not begun within :data:`START_TIMEOUT_S` or ``timeout_s``, whichever is
+                longer.
         """
         self._beat()
-        for rank in range(self._world_size):
+        limit_s = max(START_TIMEOUT_S, self._timeout_s)
+        started = time.monotonic()
+        while True:
             try:
-                self._store.wait([_beat_key(rank)], timedelta(seconds=self._timeout_s))
+                self._store.wait(
+                    [_beat_key(rank) for rank in range(self._world_size)], timedelta(seconds=LATE_LOG_INTERVAL_S)
+                )
+                break
             except RuntimeError as error:
                 absent = [rank for rank in range(self._world_size) if not self._store.check([_beat_key(rank)])]
-                raise ProcessGroupLostError(
-                    f"{len(absent)} of {self._world_size} ranks did not come to the first checkpoint operation within "
-                    f"{self._timeout_s:g} s: {', '.join(str(rank) for rank in absent)}",
-                    missing=absent,
-                ) from error
+                names = ", ".join(str(rank) for rank in absent)
+                waited_s = time.monotonic() - started
+                if waited_s >= limit_s:
+                    raise ProcessGroupLostError(
+                        f"{len(absent)} of {self._world_size} ranks did not come to train() within {waited_s:.0f} s of "
+                        f"rank {self._rank}: {names}",
+                        missing=absent,
+                    ) from error
+                if self._rank == min(set(range(self._world_size)) - set(absent)):
+                    logger.warning("Waiting for rank(s) %s to begin, for %.0f s so far.", names, waited_s)
         self._run_threads()
         atexit.register(self.stop)
 

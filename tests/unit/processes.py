@@ -96,6 +96,7 @@ def run_ranks_that_may_die(
     rendezvous: str | None = None,
     training_timeout_s: float = DEADLINE_S,
     deadline_s: float = DEADLINE_S,
+    prepare: Callable[[int], None] = lambda rank: None,
 ) -> list[Answer[T]]:
     """As :func:`run_ranks`, for tests in which a rank raises or dies.
 
@@ -103,6 +104,7 @@ def run_ranks_that_may_die(
         rendezvous: e.g. ``tcp://127.0.0.1:29400``, where the store lives and dies with rank 0; a file without it.
         training_timeout_s: the time limit of the training back end's collectives.
         deadline_s: whoever has not answered by then hangs.
+        prepare: what each rank does before it opens its channel.
     """
     with tempfile.TemporaryDirectory(prefix="safe-trainer-ranks-") as directory:
 
@@ -116,6 +118,7 @@ def run_ranks_that_may_die(
                 world_size=count,
                 timeout=timedelta(seconds=training_timeout_s),
             )
+            prepare(rank)
             return body(Channel.open(timeout_s=channel_timeout_s, waits_for_slow=waits_for_slow))
 
         with _children([lambda rank=rank: rank_main(rank) for rank in range(count)]) as children:  # type: ignore[misc]

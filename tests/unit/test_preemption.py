@@ -107,6 +107,22 @@ def test_handlers_are_put_back_and_the_users_own_is_called_too() -> None:
     assert run_in_child(body) == ([signal.SIGTERM], True, True)
 
 
+def test_a_forked_child_ends_as_it_would_have() -> None:
+    """multiprocessing ends its workers with SIGTERM."""
+
+    def body() -> int:
+        with Preemption(Channel(None, rank=0, world_size=1), SIGNALS):
+            child = os.fork()
+            if child == 0:
+                time.sleep(20.0)
+                os._exit(0)
+            time.sleep(0.2)
+            os.kill(child, signal.SIGTERM)
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert run_in_child(body) == -signal.SIGTERM
+
+
 def test_without_signals_nothing_is_handled() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with Preemption(Channel(None, rank=0, world_size=1), ()) as preemption:

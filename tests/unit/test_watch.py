@@ -262,6 +262,24 @@ def test_the_log_names_who_is_late_and_what_with(monkeypatch: pytest.MonkeyPatch
     assert second == third == []
 
 
+@pytest.mark.parametrize("late_s", [2.5, 60.0], ids=["late", "never"])
+def test_a_rank_may_come_late_to_the_start_but_not_never(late_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "START_TIMEOUT_S", 4.0)
+    monkeypatch.setattr(watch, "LATE_LOG_INTERVAL_S", 1.0)
+
+    def prepare(rank: int) -> None:
+        time.sleep(late_s if rank == 2 else 0.0)
+
+    answers = run_ranks_that_may_die(
+        lambda channel: channel.world_size, channel_timeout_s=1.0, prepare=prepare, deadline_s=9.0
+    )
+    if late_s < 4.0:
+        assert [answer.given() for answer in answers] == [3, 3, 3]
+    else:
+        for answer in answers[:2]:
+            assert "1 of 3 ranks did not come to train() within" in str(answer.problem)
+
+
 def test_a_rank_that_rests_is_silent_and_not_taken_for_gone() -> None:
     def body(channel: Channel) -> Outcome:
         channel.rest()
