@@ -135,7 +135,7 @@ def file_problem(checkpoint: Path, entry: FileEntry) -> str | None:
             return f"{entry.path} has {info.st_size} bytes instead of {entry.size}"
         if digest_file(path) != entry.digest:
             return f"{entry.path} has other content than when it was saved (digest differs)"
-    except (OSError, ValueError, CheckpointError) as error:  # ValueError: no name that the system can be asked for
+    except (OSError, CheckpointError) as error:
         return f"{entry.path}: {error}"
     return None
 

@@ -24,8 +24,6 @@ FORMAT = 1
 # Some 300 000 files. What is larger is no manifest, and is not read: JSON takes many times its size in memory.
 MAX_BYTES = 64 << 20
 
-# PATH_MAX: no file system call takes a longer one.
-_MAX_PATH_BYTES = 4096
 _MAX_COUNT = 2**63 - 1
 _DIGEST_RE = re.compile(r"[0-9a-f]{32}")
 
@@ -160,13 +158,8 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
-def _is_file_name(value: Any) -> bool:
-    """Whether the system can be asked for it at all: raises where it cannot be encoded (a lone surrogate)."""
-    return _is_text(value) and len(os.fsencode(value)) <= _MAX_PATH_BYTES
-
-
 _FILE_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "path": _is_file_name,
+    "path": _is_text,
     "size": _is_count,
     "digest": lambda digest: _is_text(digest) and _DIGEST_RE.fullmatch(digest) is not None,
     "rank": _is_count,

@@ -111,8 +111,9 @@ class CheckpointOptions:
     )
     lock_timeout_s: float = _option(
         "lock_timeout_s",
-        60.0,
-        "Longest time in seconds to wait for another job that holds the run directory's lock.",
+        120.0,
+        "Longest time in seconds to wait for another job that holds the run directory's lock. NFS 4 servers give the "
+        "lock of a dead client free after 90 s.",
     )
     visibility_timeout_s: float = _option(
         "visibility_timeout_s",

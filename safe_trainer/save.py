@@ -23,7 +23,7 @@ from typing import TypeVar
 from tqdm.auto import tqdm
 
 from safe_trainer.commit import fsync_file
-from safe_trainer.errors import CheckpointError, InsufficientSpaceError
+from safe_trainer.errors import CheckpointError, InsufficientSpaceError, ProcessGroupLostError, RunDirectoryTaken
 from safe_trainer.integrity import digest_file, inspect_checkpoint, tensorless_weights
 from safe_trainer.layout import (
     MANIFEST_NAME,
@@ -171,8 +171,10 @@ def save_checkpoint(
         manifest = _manifest(run, step, chosen)
         with clock.phase("commit"):
             decision = _commit(run, staged, manifest, rotation)
-    except BaseException:
+    except BaseException as error:
         _abandon(run, staged)
+        if isinstance(error, CheckpointError) and not isinstance(error, (ProcessGroupLostError, RunDirectoryTaken)):
+            _raise_if_superseded(run)
         raise
     with clock.phase("rotate"):
         warnings = decision.warnings + _finish(run, staged, decision, entries)
@@ -490,6 +492,16 @@ def _complete_local_copies(
     except CheckpointError as error:
         return f"the local copies could not be completed and were dropped: {error}"
     return None
+
+
+def _raise_if_superseded(run: Run) -> None:
+    """A newer run sweeps this one's staging directory, whereupon any step fails with whatever is missing."""
+
+    def check() -> None:
+        if run.topology.is_leader:
+            run.directory.check_generation()
+
+    run.channel.together("look who runs here", check)
 
 
 def _abandon(run: Run, staged: Path) -> None:

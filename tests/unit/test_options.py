@@ -43,7 +43,7 @@ def test_these_are_all_fields_and_their_defaults() -> None:
         "save_on_preemption": True,
         "preemption_signals": "SIGTERM",
         "timeout_s": 600.0,
-        "lock_timeout_s": 60.0,
+        "lock_timeout_s": 120.0,
         "visibility_timeout_s": 60.0,
     }
 

@@ -64,6 +64,20 @@ def names_in(directory: Path) -> set[str]:
 # --- a save ---
 
 
+def test_a_run_that_is_superseded_while_it_writes_says_so_whatever_fails_first(run: Run) -> None:
+    """A newer one has swept its staging directory."""
+    save(run, 10)
+
+    def write(staged: Path) -> None:
+        start(run.root)
+        write_files(staged / "deeper", FILES)
+        (staged / "model").rename(staged / "gone")
+
+    with pytest.raises(RunDirectoryTaken, match="run 2"):
+        save(run, 20, write=write)
+    assert names_in(run.root) == {AREA_NAME, "checkpoint-10"}
+
+
 def test_a_manifest_that_came_along_with_copied_files_is_not_listed(run: Run) -> None:
     """A subclass that takes files over from an older checkpoint."""
     save(run, 10)
