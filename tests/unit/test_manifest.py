@@ -194,8 +194,6 @@ def test_a_wrong_type_is_damage(tmp_path: Path, key: str, value: object) -> None
         ("path", 5),
         ("path", None),
         ("path", ["a"]),
-        ("path", "\ud800"),
-        ("path", "x/" * 4096 + "x"),
         ("size", -1),
         ("size", "5"),
         ("size", 5.0),
@@ -243,7 +241,9 @@ def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
 # --- dangerous ---
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "a\\..\\x", "C:/x", "", "./x", "a\0b"])
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../x", "a/../../x", "a\\..\\x", "C:/x", "", "./x", "a\0b", "\ud800", "x/" * 4096 + "x"]
+)
 def test_a_path_that_leaves_the_checkpoint_is_refused(tmp_path: Path, path: str) -> None:
     dangerous = document()
     dangerous["files"][0]["path"] = path
