@@ -318,10 +318,12 @@ class Watch:
         self._board = (name, None, None)
 
     def announce(self, text: str) -> None:
-        """Put up an announcement for all ranks, unless there is one; may be called from a signal handler."""
+        """Put up an announcement for all ranks, unless there is one; may be called from a signal handler.
+
+        It takes no lock, which the interrupted thread might hold. The pulse finds it at its next beat.
+        """
         if self._board is not None and self._board[1] is None:
             self._board = (self._board[0], text, self._board[2])
-            self._wake.set()
 
     @property
     def announcement(self) -> str | None:
@@ -637,7 +639,8 @@ class Watch:
         if self._step is not None and step.state == "acting":
             absent = sorted({*absent, self._rank})
         names = ", ".join(str(rank) for rank in absent if rank not in {failure.rank for failure in failures})
-        return f"{told} (given up without rank(s) {names}, which could not end {step.phase!r} after that)"
+        after = f" (given up without rank(s) {names}, which could not end {step.phase!r} after that)" if names else ""
+        return told + after
 
 
 def _beat_key(rank: int) -> str:
