@@ -1,7 +1,8 @@
-"""A network that is cut in the middle of a save: both sides say who is missing, and what was committed is there.
+"""A network that is cut, or a host that is gone, in the middle of a save: who is left says who is missing, and what was
+committed is there.
 
-Two hosts with networks of their own; the store lives on the first, with rank 0. No connection is closed: packets just
-stop, so only the beats that stay away tell.
+Two hosts with networks of their own; the store lives on the first, with rank 0. Where the network is cut, no connection
+is closed: packets just stop, so only the beats that stay away tell.
 """
 
 from __future__ import annotations
@@ -86,3 +87,23 @@ def test_both_sides_of_a_cut_network_say_who_is_missing(
     home = tmp_path / "host0"
     assert checks.checkpoints(home) == [1]
     checks.assert_matches_manifest(home / "checkpoint-1")
+
+
+@pytest.mark.parametrize(("gone", "missing"), [(1, [2, 3]), (0, [0, 1])], ids=["another host", "home with the store"])
+def test_who_is_left_names_the_ranks_of_a_host_that_is_gone(
+    two_hosts: tuple[Hosts, Job], tmp_path: Path, gone: int, missing: list[int]
+) -> None:
+    _, job = two_hosts
+
+    calls = job.start(save_until_cut, root=str(tmp_path), in_collective=True)
+    assert calls.wait(lambda: all(answer.told for answer in calls.answers), timeout_s=60.0)
+    calls.kill_host(gone)
+    calls.settle(timeout_s=40.0)
+
+    left: list[Any] = [calls.answers[rank].value for rank in range(4) if rank not in missing]
+    for result in left:
+        assert result["missing"] == missing, result
+        for rank in missing:
+            assert f"rank {rank} on " in result["text"]
+        assert result["seconds"] < 1.5 + TIMEOUT_S + SLACK_S
+    checks.assert_matches_manifest(tmp_path / "host0" / "checkpoint-1")
