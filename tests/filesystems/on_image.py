@@ -41,7 +41,8 @@ def main() -> int:
 
 def _written_bytes(mount: Path) -> int:
     """How much has gone to the disk that is mounted there."""
-    device = next(part.device for part in psutil.disk_partitions(all=True) if part.mountpoint == str(mount))
+    # The last one hides the others.
+    *_, device = (part.device for part in psutil.disk_partitions(all=True) if part.mountpoint == str(mount))
     sectors = Path("/sys/block", Path(device).name, "stat").read_text().split()[6]
     return int(sectors) * SECTOR_BYTES
 

@@ -35,6 +35,8 @@ def test_what_was_committed_is_on_the_server(name: str, victim: int) -> None:
             return sum("saved" in told for told in calls.answers[0].told) >= 3 or calls.answers[0].done
 
         assert calls.wait(have_saved, timeout_s=FIRST_SAVES_TIMEOUT_S)
+        problems = [answer.problem for answer in calls.answers if answer.problem is not None]
+        assert not problems, "\n".join(problems)
         calls.wait(lambda: False, timeout_s=moment.uniform(0.0, 1.0))
         place.cut_power(victim)
         calls.kill()
