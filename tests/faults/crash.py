@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -588,8 +588,8 @@ def spread(items: Iterable[T], kind: Callable[[T], object], count: int) -> list[
 
 
 def kind_of_point(point: Point) -> object:
-    """What makes points alike: step, role, operation, and who dies."""
-    return point.step, point.role, point.op, point.kill.everyone
+    """What makes points alike."""
+    return point.step, point.role, point.op
 
 
 # --- the whole table ---
@@ -626,19 +626,12 @@ def main() -> int:
     parser.add_argument("--points", type=int, help="at most so many kills, spread over all kinds")
     parser.add_argument("--no-kills", action="store_true", help="power cuts only")
     parser.add_argument("--no-power-cuts", action="store_true", help="kills only")
-    parser.add_argument("--results", type=Path, help="append each result to this file, a JSON document a line")
-    parser.add_argument(
-        "--table", type=Path, help="run nothing: the table of such a file, the last result of each point"
-    )
+    parser.add_argument("--results", type=Path, help="write each result there as a line of JSON; go on where it ends")
     options = parser.parse_args()
-    if options.table:
-        lines = options.table.read_text().splitlines()
-        results = [Result(**{**json.loads(line), "problems": tuple(json.loads(line)["problems"])}) for line in lines]
-        return _conclude(list({(result.where, result.kind): result for result in results}.values()))
+    results = {result.where: result for result in _read_results(options.results)}
     begin = time.monotonic()
-    results = []
-    for result in _run(options):
-        results.append(result)
+    for result in _run(options, done=set(results)):
+        results[result.where] = result
         for problem in result.problems:
             sys.stdout.write(f"NOT RIGHT {result.where}\n    {problem}\n")
         if len(results) % 100 == 0 or result.problems:
@@ -648,10 +641,17 @@ def main() -> int:
             with options.results.open("a") as stream:
                 stream.write(json.dumps(result.__dict__) + "\n")
     sys.stdout.write(f"\n{time.monotonic() - begin:.0f} s\n")
-    return _conclude(results)
+    return _conclude(list(results.values()))
 
 
-def _run(options: argparse.Namespace) -> Iterator[Result]:
+def _read_results(path: Path | None) -> list[Result]:
+    if path is None or not path.exists():
+        return []
+    documents = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Result(**{**document, "problems": tuple(document["problems"])}) for document in documents]
+
+
+def _run(options: argparse.Namespace, done: Set[str]) -> Iterator[Result]:
     with Rig() as rig:
         scenarios = [SCENARIOS[name] for name in options.scenario or SCENARIOS]
         if not options.no_power_cuts:
@@ -663,7 +663,7 @@ def _run(options: argparse.Namespace) -> Iterator[Result]:
                 point for point in all_points(rig, scenarios) if options.only is None or options.only in str(point)
             ]
             count = len(points) if options.points is None else options.points
-            yield from map(rig.kill_at, spread(points, kind_of_point, count))
+            yield from (rig.kill_at(point) for point in spread(points, kind_of_point, count) if str(point) not in done)
 
 
 def _conclude(results: Sequence[Result]) -> int:
