@@ -431,7 +431,7 @@ def _start_step(operation: Operation) -> str:
         return "start-5"
     if "/trash/" in path or operation.op == "rmdir" or path.endswith("/trash"):
         return "start-6"
-    return "start-3" if path.startswith("disk0/") else "start-3b"
+    return "start-3" if path.startswith("disk0") else "start-3b"
 
 
 def _commit_step(operation: Operation, before: str) -> str:
