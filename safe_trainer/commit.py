@@ -34,6 +34,7 @@ from pathlib import Path
 
 from safe_trainer.disk import (
     NO_RENAME,
+    NO_SPACE,
     delete_all,
     entries,
     fsync_ancestors,
@@ -149,6 +150,16 @@ class RunDirectory:
         self._in_pieces = True
 
     # --- the start of a run ---
+
+    def make_room(self) -> None:
+        """Delete what former runs left below :attr:`layout.area`, on a disk without a free block.
+
+        To be called where a run cannot even begin to start. A former run that still lives loses the save that it is
+        in, as it does when this one starts.
+        """
+        logger.warning("%s is full; deleting what former runs have left in it.", self.layout.area)
+        areas = (self.layout.trash, self.layout.staging, self.layout.delivered)
+        _delete_and_say([entry for area in areas if not area.is_symlink() for entry in entries(area)])
 
     def newest_generation(self) -> int:
         """The number of the newest run that has started here; 0 if none has."""
@@ -440,8 +451,9 @@ class RunDirectory:
         except OSError as error:
             if not os.path.lexists(path):
                 return True
-            if error.errno in NO_RENAME:
-                return self._delete_in_place(path)
+            is_ours = self.layout.area in path.parents  # under no name that anybody else looks at
+            if error.errno in NO_RENAME or (error.errno in NO_SPACE and is_ours):
+                return self._delete_in_place(path)  # without a free block there can be no trash
             logger.warning("Cannot remove %s: %s. It stays for now.", path, error)
             return False
         return True

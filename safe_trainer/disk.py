@@ -31,9 +31,13 @@ DELETE_RETRY_S = 0.2
 DELETE_PATIENCE_S = 5.0
 # The longest file of ours lists the files of a checkpoint, a hundred bytes or so for each.
 MAX_RECORD_BYTES = 64 << 20
-# Another process may remove an empty directory between our mkdir and what we make in it.
-MAKE_ATTEMPTS = 20
+# Another process may remove an empty directory between our mkdir and what we make in it, and caches may show it for
+# some seconds longer than it is there (sshfs: 20 s).
+MAKE_ATTEMPTS = 25
+LONGEST_MAKE_RETRY_S = 1.0
 
+# What a disk without a free block says, to a file and to a directory alike.
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What a rename fails with where the file system, or this place in it (overlayfs), cannot rename directories.
 NO_RENAME = frozenset({errno.EXDEV, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 
@@ -79,7 +83,7 @@ def fsync_file(path: Path) -> None:
     Raises:
         OSError: with the path.
     """
-    _fsync_path(path, os.O_RDONLY)
+    again_if_stale(lambda: _fsync_path(path, os.O_RDONLY))
 
 
 def fsync_directory(path: Path) -> None:
@@ -171,11 +175,16 @@ def make_below(directory: Path, make: Callable[[], T]) -> T:
 
     Empty directories are removed by whoever comes across them, in other jobs, too.
     """
-    for _ in range(MAKE_ATTEMPTS - 1):
-        # FileExistsError: it was there for mkdir, and gone when pathlib looked whether it is a directory.
-        with contextlib.suppress(FileNotFoundError, FileExistsError):
+    for attempt in range(MAKE_ATTEMPTS - 1):
+        try:
             directory.mkdir(parents=True, exist_ok=True)
             return make()
+        except OSError as error:
+            # FileExistsError: it was there for mkdir, and gone when pathlib looked whether it is a directory.
+            is_gone = isinstance(error, (FileNotFoundError, FileExistsError)) or error.errno == errno.ESTALE
+            if not is_gone or directory.is_file():
+                raise
+        time.sleep(min(LONGEST_MAKE_RETRY_S, 0.001 * 2**attempt))
     directory.mkdir(parents=True, exist_ok=True)
     return make()
 

@@ -71,7 +71,7 @@ class RankFailure:
             number = int(told.group(1))
         cannot_write = number in _NO_SPACE or any(text in message for text in _TORCH_CANNOT_WRITE)
         path = None if own_path is None else os.fsdecode(own_path) if isinstance(own_path, bytes) else str(own_path)
-        if path is None and cannot_write and place is not None:
+        if path is None and place is not None and (cannot_write or isinstance(error, OSError)):
             path = str(place)
         return cls(
             rank=rank,

@@ -91,7 +91,6 @@ def rename_problem(layout: RunLayout) -> str | None:
         return "a directory takes the name of another one that is not empty"
     finally:
         shutil.rmtree(probe, ignore_errors=True)
-        remove_if_empty(layout.tokens)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from safe_trainer.channel import Channel
 from safe_trainer.commit import Generation, RunDirectory
-from safe_trainer.disk import make_below, remove_if_empty
+from safe_trainer.disk import make_below
 from safe_trainer.errors import OptionError
 from safe_trainer.layout import work_name
 from safe_trainer.lock import flock_is_local, held_probe, probe_problem
@@ -104,13 +104,14 @@ def open_run(
         OptionError: the options differ between ranks.
         CheckpointError: the run directory cannot be written on some node, or its lock is held.
     """
+    directory = RunDirectory(run_directory, lock_timeout_s=options.lock_timeout_s)
     topology = find_topology(
         channel,
         run_directory,
         storage=cast(Storage, options.storage),
         visibility_timeout_s=options.visibility_timeout_s,
+        make_room=directory.make_room,
     )
-    directory = RunDirectory(run_directory, lock_timeout_s=options.lock_timeout_s)
     run_id = uuid.uuid4().hex
 
     _try_file_systems(channel, topology, directory, visibility_timeout_s=options.visibility_timeout_s)
@@ -176,7 +177,6 @@ def _try_file_systems(
 
         problems = channel.together(phase, try_with_leader)
     if topology.is_leader and trial is not None:
-        remove_if_empty(layout.tokens)
         if trial.renames is not None:
             directory.use_pieces(trial.renames)
         locks = trial.locks or next((problem for rank in topology.domain.ranks if (problem := problems[rank])), None)

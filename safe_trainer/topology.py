@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from safe_trainer.channel import Channel
-from safe_trainer.disk import Mount, mount_of
+from safe_trainer.disk import NO_SPACE, Mount, mount_of
 from safe_trainer.errors import StorageError
 from safe_trainer.layout import RunLayout
 from safe_trainer.options import Storage
@@ -130,7 +130,14 @@ class _Sight(NamedTuple):
     elsewhere: frozenset[int]
 
 
-def find_topology(channel: Channel, run_directory: Path, *, storage: Storage, visibility_timeout_s: float) -> Topology:
+def find_topology(
+    channel: Channel,
+    run_directory: Path,
+    *,
+    storage: Storage,
+    visibility_timeout_s: float,
+    make_room: Callable[[], None] = lambda: None,
+) -> Topology:
     """Find the storage domains of ``run_directory``; collective.
 
     Args:
@@ -140,6 +147,7 @@ def find_topology(channel: Channel, run_directory: Path, *, storage: Storage, vi
         storage: what the user insists on. ``shared`` looks for as long as ``visibility_timeout_s`` before it gives
             up; ``local`` believes absence at once, and that different run directories on one disk are meant so.
         visibility_timeout_s: see :class:`~safe_trainer.options.CheckpointOptions`.
+        make_room: called where the disk is too full for the token, which is then tried again.
 
     Raises:
         StorageError: what was seen contradicts ``storage``, is not symmetric or not transitive, or ranks on one disk
@@ -150,7 +158,13 @@ def find_topology(channel: Channel, run_directory: Path, *, storage: Storage, vi
 
     def leave_token() -> _Visit:
         token = f"{uuid.uuid4().hex}-{channel.rank}"
-        _touch(tokens / token, timeout_s=visibility_timeout_s)
+        try:
+            _touch(tokens / token, timeout_s=visibility_timeout_s)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            make_room()
+            _touch(tokens / token, timeout_s=visibility_timeout_s)
         mount = mount_of(run_directory)
         return _Visit(
             directory=str(run_directory.resolve()),
@@ -301,12 +315,11 @@ def _remote_place(mount: Mount, directory: Path) -> tuple[str, ...] | None:
 
 
 def _remove_token(tokens: Path, token: str) -> None:
+    # The directory stays: other ranks may be about to use it, and caches may show it for longer than it is there.
     try:
         (tokens / token).unlink(missing_ok=True)
-        tokens.rmdir()
     except OSError:
-        # Other ranks' tokens are still there; the last one to leave removes the directory.
-        logger.debug("%s stays for now", tokens, exc_info=True)
+        logger.debug("%s stays in %s for now", token, tokens, exc_info=True)
 
 
 def _name(rank: int, visits: list[_Visit]) -> str:

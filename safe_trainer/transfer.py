@@ -115,16 +115,23 @@ def _send_file(channel: Channel, shipment: Shipment, root: Path | None, buffer: 
             stream = stack.enter_context(_open_source(root, shipment.entry.path))
             count = stream.readinto(view) or 0
         except Exception as error:
-            problem = error
+            problem = _with_path(error, root, shipment.entry)
         while problem is None and count:
             _send_length(channel, shipment, count)
             channel.send(buffer[:count], to_rank=shipment.destination)
             try:
                 count = stream.readinto(view) or 0
             except Exception as error:
-                problem = error
+                problem = _with_path(error, root, shipment.entry)
     _send_length(channel, shipment, 0 if problem is None else _FAILED)
     return problem
+
+
+def _with_path(error: Exception, root: Path | None, entry: FileEntry) -> Exception:
+    """Reading does not tell which file it was."""
+    if isinstance(error, OSError) and error.filename is None and root is not None:
+        error.filename = str(root / entry.path)
+    return error
 
 
 def _open_source(root: Path | None, path: str) -> io.FileIO:

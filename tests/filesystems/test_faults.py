@@ -234,13 +234,8 @@ def _no_directory_renames(*, error: str | None = None, pieces_s: float | None = 
 # --- errors of the medium ---
 
 
-READ_ERRORS_HAVE_NO_PATH = pytest.mark.xfail(reason="what fails while a file is read back is told without its path")
-
-
 @pytest.mark.parametrize("writer", ["rank0.bin", "rank1.bin"])
-@pytest.mark.parametrize(
-    ("operation", "phase"), [("fsync", "digest"), pytest.param("read", "digest", marks=READ_ERRORS_HAVE_NO_PATH)]
-)
+@pytest.mark.parametrize(("operation", "phase"), [("fsync", "digest"), ("read", "digest")])
 def test_an_io_error_fails_the_save_on_all_ranks_and_names_the_path(
     two: Rig, operation: str, phase: str, writer: str
 ) -> None:

@@ -342,7 +342,7 @@ def test_a_trash_that_takes_nothing_does_not_bring_the_old_one_back(
         monkeypatch.setattr(commit, "exchange", lambda first, second: False)
     directory = start_run(tmp_path)
     save(directory, 10, OLD)
-    _refuse_rename(monkeypatch, lambda source, target: target.parent == directory.layout.trash, errno.ENOSPC)
+    _refuse_rename(monkeypatch, lambda source, target: target.parent == directory.layout.trash, errno.EBUSY)
     save(directory, 10, NEW)
     assert contents(tmp_path / "checkpoint-10") == NEW
     assert "It stays for now" in caplog.text
@@ -350,6 +350,27 @@ def test_a_trash_that_takes_nothing_does_not_bring_the_old_one_back(
     start_run(tmp_path, 2)
     assert contents(tmp_path / "checkpoint-10") == NEW
     assert names_in(tmp_path / AREA_NAME) == {"generation.json", "lock"}
+
+
+def test_what_is_ours_is_deleted_at_once_where_the_disk_has_no_block_for_a_trash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a failed save would keep the disk full that it has filled."""
+    directory = start_run(tmp_path)
+    save(directory, 10, OLD)
+    staged = stage(directory, 20, NEW)
+    _refuse_rename(monkeypatch, lambda source, target: target.parent == directory.layout.trash, errno.ENOSPC)
+    directory.drop_staging(staged)
+    directory.remove_checkpoints([10])  # not ours alone: it has a name that others look at
+    assert not staged.parent.exists()
+    assert contents(tmp_path / "checkpoint-10") == OLD
+
+
+def test_a_run_can_start_on_a_disk_that_a_killed_save_has_filled(tmp_path: Path) -> None:
+    directory = start_run(tmp_path)
+    stage(directory, 20, NEW)
+    directory.make_room()
+    assert not any(directory.layout.staging.iterdir())
 
 
 def test_what_a_subclass_wrote_beside_the_checkpoint_goes_to_the_run_directory(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def _remember(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_file_system_that_renames_directories_is_found_to(tmp_path: Path) -> None:
     assert rename_problem(RunLayout(tmp_path)) is None
-    assert names_in(tmp_path / AREA_NAME) == set()
+    assert names_in(RunLayout(tmp_path).tokens) == set()
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSYS, errno.ENOTSUP, errno.EPERM], ids=errno.errorcode.get)
@@ -99,7 +99,7 @@ def test_one_that_refuses_is_found_out(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "rename", refuse)
     assert os.strerror(code) in (rename_problem(RunLayout(tmp_path)) or "")
-    assert names_in(tmp_path / AREA_NAME) == set()
+    assert names_in(RunLayout(tmp_path).tokens) == set()
 
 
 def test_another_failure_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

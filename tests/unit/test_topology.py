@@ -80,7 +80,7 @@ def test_one_process_is_home_alone_and_leaves_nothing(tmp_path: Path) -> None:
         Channel.open(timeout_s=1.0), tmp_path / "new" / "out", storage="auto", visibility_timeout_s=1.0
     )
     assert found == Topology(rank=0, domains=(Domain((0,)),), nodes=(0,))
-    assert not RunLayout(tmp_path / "new" / "out").tokens.exists()
+    assert list(RunLayout(tmp_path / "new" / "out").tokens.iterdir()) == []
 
 
 # --- looking, with three ---
@@ -175,7 +175,7 @@ def one(tmp_path: Path) -> tuple[Path, Path, Path]:
 
 def test_who_sees_one_directory_shares_it(one: tuple[Path, Path, Path]) -> None:
     assert domains_of(look(Scene(one, {}))) == ((0, 1, 2),)
-    assert not RunLayout(one[0]).tokens.exists()
+    assert list(RunLayout(one[0]).tokens.iterdir()) == []
 
 
 def test_who_sees_only_its_own_is_alone(one: tuple[Path, Path, Path]) -> None:
