@@ -67,7 +67,6 @@ class Job:
             process = _FORK.Process(target=self._serve, args=(rank, childs), daemon=True)
             process.start()
             childs.close()
-            self._pids[rank] = process.pid or 0
             self._processes.append(process)
             self._connections.append(own)
 
@@ -111,6 +110,8 @@ class Job:
     def _serve(self, rank: int, connection: Connection) -> None:
         # Its siblings hold copies of the parent's ends of the pipes, so that the parent's death shows in none of them.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # Each for itself, and before they meet: whoever kills all others must know them all (kill(0) is everybody).
+        self._pids[rank] = os.getpid()
         logging.disable(logging.CRITICAL)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)

@@ -105,6 +105,8 @@ class Tape:
         self._spec = spec
         self._root = f"{spec.root}/"
         self._rank = rank
+        if not all(pid > 0 for pid in pids):
+            raise ValueError(f"these are no processes: {pids}")
         self._pids = pids
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self._phase = ""
