@@ -7,15 +7,17 @@ ranks end.
     -> {"do": "call", "call": 7, "function": "module:name", "env": {...}, "kwargs": {...}}
     <- {"call": 7, "told": ...}                  what the function tells while it runs, if anything
     <- {"call": 7, "ok": true, "value": ...}     or "ok": false with "error", or with "died"
-    -> {"do": "kill", "call": 7}
+    -> {"do": "kill", "call": 7}                 or "stacks": of all threads, into the log
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.cluster import Json, resolve
+from tests.cluster import STACKS_SIGNAL, Json, resolve
 from tests.filesystems import scenarios  # imported here once, so that ranks need not
 
 GROUP_TIMEOUT_S = 120.0
@@ -70,9 +72,9 @@ def main() -> None:
 
 def _obey(message: Json, calls: dict[int, _Call]) -> None:
     number = message["call"]
-    if message["do"] == "kill":
+    if message["do"] in ("kill", "stacks"):
         if number in calls:
-            calls[number].process.kill()
+            os.kill(calls[number].process.pid or 0, signal.SIGKILL if message["do"] == "kill" else STACKS_SIGNAL)
         return
     own, childs = _FORK.Pipe()
     process = _FORK.Process(target=_rank, args=(childs, message), daemon=True)
@@ -99,6 +101,7 @@ def _pass_on(call: _Call, write: Callable[[str], Any]) -> bool:
 def _rank(connection: Connection, message: Json) -> None:
     os.environ.update(message["env"])
     torch.set_num_threads(1)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     try:
         with _process_group():
             value = resolve(message["function"])(tell=lambda told: connection.send({"told": told}), **message["kwargs"])

@@ -29,6 +29,7 @@ from tests.filesystems.hosts import Host
 START_TIMEOUT_S = 300.0  # a User Mode Linux guest imports torch in a minute or more
 CALL_TIMEOUT_S = 180.0
 STRAGGLER_S = 30.0
+STACKS_S = 1.0
 FIRST_PORT = 29_400
 LOG_TAIL_CHARACTERS = 4000
 
@@ -39,12 +40,16 @@ class JobError(AssertionError):
 
 @dataclass
 class Answer:
-    """What one rank has sent so far."""
+    """What one rank on one host has sent so far."""
 
+    host: str
     told: list[Json] = field(default_factory=list)
     done: bool = False
     value: Json = None
     problem: str | None = None
+
+    def fail(self, problem: str) -> None:
+        self.done, self.problem = True, problem
 
 
 class _Agent:
@@ -107,13 +112,20 @@ class Calls:
         self._job = job
         self._numbers = list(numbers)
         self._host_of = list(host_of)
-        self.answers = [Answer() for _ in numbers]
+        self.answers = [job.answers[number] for number in numbers]
 
     def kill_host(self, index: int) -> None:
         """Kills the ranks of one host."""
         for number, host in zip(self._numbers, self._host_of, strict=True):
             if host == index:
                 self._job.agents[index].send({"do": "kill", "call": number})
+
+    def _write_stacks(self) -> None:
+        """Lets ranks that have not answered write where they are into their host's log."""
+        for number, host, answer in zip(self._numbers, self._host_of, self.answers, strict=True):
+            if not answer.done:
+                self._job.agents[host].send({"do": "stacks", "call": number})
+        time.sleep(STACKS_S)
 
     def kill(self) -> None:
         """Kills all ranks and waits until they are gone."""
@@ -128,7 +140,7 @@ class Calls:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return False
-            self._take_in(remaining_s)
+            self._job.take_in(remaining_s)
         return True
 
     def results(self, *, timeout_s: float = CALL_TIMEOUT_S) -> list[Json]:
@@ -152,33 +164,11 @@ class Calls:
             if any(answer.problem is not None for answer in self.answers):
                 deadline = min(deadline, time.monotonic() + STRAGGLER_S)
             if time.monotonic() >= deadline:
+                self._write_stacks()
                 late = [rank for rank, answer in enumerate(self.answers) if not answer.done]
                 self.kill()
                 for rank in late:
                     self.answers[rank].problem = "no answer in time"
-
-    def _take_in(self, timeout_s: float) -> None:
-        try:
-            message = self._job.messages.get(timeout=timeout_s)
-        except queue.Empty:
-            return
-        if "lost" in message:
-            self._lose(message["lost"])
-            return
-        if message["call"] not in self._numbers:
-            return  # of an earlier call
-        answer = self.answers[self._numbers.index(message["call"])]
-        if "told" in message:
-            answer.told.append(message["told"])
-            return
-        answer.done, answer.value = True, message.get("value")
-        if not message["ok"]:
-            answer.problem = message.get("error") or f"died ({message.get('died')})"
-
-    def _lose(self, name: str) -> None:
-        for answer, host in zip(self.answers, self._host_of, strict=True):
-            if self._job.agents[host].host.name == name and not answer.done:
-                answer.done, answer.problem = True, f"host {name} is gone"
 
 
 class Job:
@@ -191,18 +181,19 @@ class Job:
     """
 
     def __init__(self, hosts: Sequence[Host], logs: Path, *, ranks_per_host: int) -> None:
-        self.messages: queue.SimpleQueue[Json] = queue.SimpleQueue()
+        self.answers: dict[int, Answer] = {}
         self.ranks_per_host = ranks_per_host
         self.agents: list[_Agent] = []
         self._hosts = list(hosts)
         self._logs = logs
+        self._messages: queue.SimpleQueue[Json] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._ports = itertools.count(FIRST_PORT)
 
     def __enter__(self) -> Job:
         try:
             for host in self._hosts:
-                self.agents.append(_Agent(host, self._logs / f"{host.name}.log", self.messages))
+                self.agents.append(_Agent(host, self._logs / f"{host.name}.log", self._messages))
             deadline = time.monotonic() + START_TIMEOUT_S
             for agent in self.agents:
                 while not agent.ready.wait(0.2):
@@ -255,8 +246,28 @@ class Job:
         numbers = [next(self._numbers) for _ in calls]
         for number, (environment, kwargs), host in zip(numbers, calls, host_of, strict=True):
             message = {"do": "call", "call": number, "function": name_of(function)}
+            self.answers[number] = Answer(self.agents[host].host.name)
             self.agents[host].send({**message, "env": environment, "kwargs": kwargs})
         return Calls(self, numbers, host_of)
+
+    def take_in(self, timeout_s: float) -> None:
+        """Waits for one message of any call and notes it with the answer that it belongs to."""
+        try:
+            message = self._messages.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        if "lost" in message:
+            for answer in self.answers.values():
+                if answer.host == message["lost"] and not answer.done:
+                    answer.fail(f"host {answer.host} is gone")
+            return
+        answer = self.answers[message["call"]]
+        if "told" in message:
+            answer.told.append(message["told"])
+        elif message["ok"]:
+            answer.done, answer.value = True, message["value"]
+        else:
+            answer.fail(message.get("error") or f"died ({message.get('died')})")
 
     def log_tails(self) -> str:
         """The end of what each host's ranks have printed."""
