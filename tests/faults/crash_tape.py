@@ -105,9 +105,8 @@ class Tape:
         self._spec = spec
         self._root = f"{spec.root}/"
         self._rank = rank
-        if not all(pid > 0 for pid in pids):
-            raise ValueError(f"these are no processes: {pids}")
-        self._pids = pids
+        # Held open, they stand for these processes even when the numbers are used again.
+        self._others = [os.pidfd_open(pid) for pid in pids if pid != os.getpid()]
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self._phase = ""
         self._within_process = threading.RLock()
@@ -178,9 +177,8 @@ class Tape:
         self._note(Operation(self._rank, self._phase, KILLED, key))
         # The lock is not released before this process is gone: nobody is in the middle of an operation, or begins one.
         if kill.everyone:
-            for pid in self._pids:
-                if pid != os.getpid():
-                    os.kill(pid, signal.SIGKILL)
+            for process in self._others:
+                signal.pidfd_send_signal(process, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _keep(self, op: str, path: str, to: str) -> str:

@@ -11,7 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from tests.faults import crash_mutants as mutants
-from tests.faults.crash import ROLES, Point, Result, Rig, all_points, kind_of_point, order_problems, spread, steps_of
+from tests.faults.crash import (
+    PLAIN,
+    ROLES,
+    Point,
+    Result,
+    Rig,
+    all_points,
+    kind_of_point,
+    order_problems,
+    spread,
+    steps_of,
+)
 from tests.faults.crash_scenarios import SCENARIOS, Scenario
 from tests.faults.powercut import Cut
 
@@ -81,8 +92,9 @@ def test_after_a_power_cut_at_any_operation_what_was_committed_is_there(
 def test_every_role_dies_at_every_kind_of_operation(kills: list[Point]) -> None:
     for role in ROLES:
         ops = {point.op for point in kills if point.role == role}
-        assert ops >= {"create", "write", "fsync", "unlink", "mkdir", "rmdir"}, role
-        assert "rename" in ops or role == "plain rank"  # only leaders rename
+        assert ops >= {"create", "write", "fsync", "unlink"}, role
+        # Only leaders rename; and which of several ranks makes or removes a directory is a matter of chance.
+        assert ops >= {"mkdir", "rmdir", "rename"} or role == PLAIN, role
 
 
 def test_every_operation_belongs_to_a_step_of_the_protocol(rig: Rig) -> None:
