@@ -35,6 +35,7 @@ MAX_RECORD_BYTES = 64 << 20
 # some seconds longer than it is there (sshfs: 20 s).
 MAKE_ATTEMPTS = 25
 LONGEST_MAKE_RETRY_S = 1.0
+FAST_ATTEMPTS = 4
 
 # What a disk without a free block says, to a file and to a directory alike.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -182,11 +183,20 @@ def make_below(directory: Path, make: Callable[[], T]) -> T:
         except OSError as error:
             # FileExistsError: it was there for mkdir, and gone when pathlib looked whether it is a directory.
             is_gone = isinstance(error, (FileNotFoundError, FileExistsError)) or error.errno == errno.ESTALE
-            if not is_gone or directory.is_file():
-                raise
+            if not is_gone or directory.is_file() or (attempt >= FAST_ATTEMPTS and _can_be_listed(directory)):
+                raise  # what is missing is something else
         time.sleep(min(LONGEST_MAKE_RETRY_S, 0.001 * 2**attempt))
     directory.mkdir(parents=True, exist_ok=True)
     return make()
+
+
+def _can_be_listed(directory: Path) -> bool:
+    """Whether it is there, as its file system says, not a cache of attributes."""
+    try:
+        os.listdir(directory)
+    except OSError:
+        return False
+    return True
 
 
 def remove_if_empty(*directories: Path) -> None:
