@@ -207,7 +207,7 @@ def _results(outcomes: list[_Outcome[T]], error: BaseException | None) -> list[T
 
 def _joint_error(failures: list[RankFailure]) -> CheckpointError:
     """One error of all, the root cause first: what is no consequence of another failure, in the order of time."""
-    failures = sorted(failures, key=lambda failure: (failure.is_consequence, failure.order, failure.rank))
+    failures = sorted(failures, key=RankFailure.precedence)
     first, *others = failures
     text = str(first)
     same = [failure for failure in others if (failure.kind, failure.message) == (first.kind, first.message)]

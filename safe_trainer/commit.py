@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -43,11 +44,11 @@ from safe_trainer.disk import (
     make_below,
     read_fresh,
     remove_if_empty,
+    rename_if_there,
     rename_to_free_name,
     write_durably,
 )
 from safe_trainer.disk import exchange as exchange
-from safe_trainer.disk import fsync_file as fsync_file
 from safe_trainer.errors import CheckpointError, RunDirectoryTaken
 from safe_trainer.integrity import inspect_checkpoint
 from safe_trainer.layout import JIT_SENTINEL_NAME, MANIFEST_NAME, RunLayout, checkpoint_step, work_generation
@@ -392,11 +393,12 @@ class RunDirectory:
         if aside.exists():
             self.discard(aside)
 
-        def move_aside() -> None:
+        def move_aside() -> bool:
             fsync_directory(self.layout.area)
-            os.rename(final, aside)
+            return rename_if_there(final, aside)
 
-        make_below(self.layout.replaced, move_aside)
+        if not make_below(self.layout.replaced, move_aside):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(final))
         try:
             fsync_directory(self.layout.replaced)
             self._check_is_ours()
@@ -447,7 +449,7 @@ class RunDirectory:
             return self._delete_in_place(path)
         try:
             aside = self.layout.trash / f"{uuid.uuid4().hex}-{path.name}"
-            make_below(self.layout.trash, lambda: os.rename(path, aside))
+            make_below(self.layout.trash, lambda: rename_if_there(path, aside))  # what is not there is away already
         except OSError as error:
             if not os.path.lexists(path):
                 return True

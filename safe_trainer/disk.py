@@ -14,7 +14,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,9 +33,9 @@ DELETE_PATIENCE_S = 5.0
 MAX_RECORD_BYTES = 64 << 20
 # Another process may remove an empty directory between our mkdir and what we make in it, and caches may show it for
 # some seconds longer than it is there (sshfs: 20 s).
-MAKE_ATTEMPTS = 25
+MAKE_TIMEOUT_S = 15.0
+SHORTEST_MAKE_RETRY_S = 0.001
 LONGEST_MAKE_RETRY_S = 1.0
-FAST_ATTEMPTS = 4
 
 # What a disk without a free block says, to a file and to a directory alike.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -113,10 +113,8 @@ def fsync_tree(root: Path) -> None:
 def _fsync_path(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        error.filename = str(path)
-        raise
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -142,6 +140,33 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(stream.fileno())
     os.replace(temporary, path)
     fsync_directory(path.parent)
+
+
+# --- what errors say ---
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError that comes out of this names ``path``, unless it names another one: reading, writing and syncing an
+    open file do not tell which it was."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def free_bytes(path: Path) -> int:
+    """What is free on the file system of ``path``, or, where that is not there, of what is left of it.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    for existing in (path, *path.absolute().parents):
+        with contextlib.suppress(FileNotFoundError):
+            return shutil.disk_usage(existing).free
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 # --- names ---
@@ -171,32 +196,44 @@ def rename_to_free_name(source: Path, target: Path) -> bool:
     return True
 
 
-def make_below(directory: Path, make: Callable[[], T]) -> T:
+def rename_if_there(source: Path, target: Path) -> bool:
+    """Rename ``source``; False where there is none any more.
+
+    Raises:
+        OSError: it cannot be renamed; FileNotFoundError where the directory of ``target`` is missing.
+    """
+    try:
+        os.rename(source, target)
+    except FileNotFoundError:
+        if os.path.lexists(source):
+            raise
+        return False
+    return True
+
+
+def make_below(directory: Path, make: Callable[[], T], *, timeout_s: float = MAKE_TIMEOUT_S) -> T:
     """Make ``directory`` and call ``make``, which makes something in it; again where it has been removed meanwhile.
 
-    Empty directories are removed by whoever comes across them, in other jobs, too.
+    Empty directories are removed by whoever comes across them, in other jobs, too. And where caches lag, one can be
+    there (``mkdir`` says so) and yet be invisible for a while.
+
+    Args:
+        timeout_s: for how long in seconds it is tried.
     """
-    for attempt in range(MAKE_ATTEMPTS - 1):
+    deadline = time.monotonic() + timeout_s
+    pause_s = SHORTEST_MAKE_RETRY_S
+    while True:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             return make()
         except OSError as error:
             # FileExistsError: it was there for mkdir, and gone when pathlib looked whether it is a directory.
             is_gone = isinstance(error, (FileNotFoundError, FileExistsError)) or error.errno == errno.ESTALE
-            if not is_gone or directory.is_file() or (attempt >= FAST_ATTEMPTS and _can_be_listed(directory)):
-                raise  # what is missing is something else
-        time.sleep(min(LONGEST_MAKE_RETRY_S, 0.001 * 2**attempt))
-    directory.mkdir(parents=True, exist_ok=True)
-    return make()
-
-
-def _can_be_listed(directory: Path) -> bool:
-    """Whether it is there, as its file system says, not a cache of attributes."""
-    try:
-        os.listdir(directory)
-    except OSError:
-        return False
-    return True
+            is_in_the_way = any(place.is_file() for place in (directory, *directory.parents))
+            if not is_gone or is_in_the_way or time.monotonic() >= deadline:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_MAKE_RETRY_S)
 
 
 def remove_if_empty(*directories: Path) -> None:

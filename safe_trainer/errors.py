@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+from safe_trainer.disk import NO_SPACE, free_bytes
+
 # What torch.save says, without an error number or a path, when it cannot write on (seen on a full disk, torch 2.13).
 _TORCH_CANNOT_WRITE = ("basic_ios::clear", "iostream error", "unexpected pos", "PytorchStreamWriter failed")
 # safetensors tells the system's error number only in the text (seen with safetensors 0.8).
@@ -69,7 +69,7 @@ class RankFailure:
         number = getattr(error, "errno", None)
         if number is None and (told := _RUST_ERROR_NUMBER.search(message)):
             number = int(told.group(1))
-        cannot_write = number in _NO_SPACE or any(text in message for text in _TORCH_CANNOT_WRITE)
+        cannot_write = number in NO_SPACE or any(text in message for text in _TORCH_CANNOT_WRITE)
         path = None if own_path is None else os.fsdecode(own_path) if isinstance(own_path, bytes) else str(own_path)
         if path is None and place is not None and (cannot_write or isinstance(error, OSError)):
             path = str(place)
@@ -85,6 +85,10 @@ class RankFailure:
             is_consequence=isinstance(error, ConsequenceError),
         )
 
+    def precedence(self) -> tuple[bool, int, int]:
+        """Sorts failures of one step, the root cause first."""
+        return self.is_consequence, self.order, self.rank
+
     def __str__(self) -> str:
         code = "" if self.errno is None else f" ({errno.errorcode.get(self.errno, self.errno)})"
         text = f"rank {self.rank} on {self.host}, {self.phase}: {self.kind}{code}: {self.message}"
@@ -96,15 +100,10 @@ class RankFailure:
 
 
 def _free_bytes(path: str) -> int | None:
-    """What is free on the file system of ``path``, or of what is left of it."""
-    for existing in (Path(path), *Path(path).absolute().parents):
-        try:
-            return shutil.disk_usage(existing).free
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return None
-    return None
+    try:
+        return free_bytes(Path(path))
+    except OSError:
+        return None
 
 
 class CheckpointError(RuntimeError):
@@ -160,3 +159,7 @@ class UnsafePathError(CheckpointError, ValueError):
 
 class OptionError(CheckpointError, ValueError):
     """A field of :class:`~safe_trainer.options.CheckpointOptions` has a wrong value; the text lists the right ones."""
+
+
+# Neither the next save nor another try can succeed after these.
+ENDS_THE_RUN = (ProcessGroupLostError, RunDirectoryTaken)

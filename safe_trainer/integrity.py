@@ -23,7 +23,7 @@ from typing import IO, Any
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from safe_trainer.disk import again_if_stale
+from safe_trainer.disk import again_if_stale, naming
 from safe_trainer.errors import CheckpointError
 from safe_trainer.layout import (
     JIT_SENTINEL_NAME,
@@ -80,13 +80,9 @@ class Verdict:
 def digest_file(path: Path) -> str:
     """The xxh3-128 digest of a file's content as 32 hexadecimal digits; reads it once, in bounded memory."""
     digest = xxhash.xxh3_128()
-    try:
-        with again_if_stale(lambda: open(path, "rb")) as stream:
-            while block := stream.read(READ_BYTES):
-                digest.update(block)
-    except OSError as error:
-        error.filename = str(path)  # reading does not tell
-        raise
+    with naming(path), again_if_stale(lambda: open(path, "rb")) as stream:
+        while block := stream.read(READ_BYTES):
+            digest.update(block)
     return digest.hexdigest()
 
 

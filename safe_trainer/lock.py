@@ -30,8 +30,9 @@ from typing import Protocol
 
 import filelock
 
-from safe_trainer.disk import NO_RENAME, make_below, mount_of, read_fresh, remove_if_empty
+from safe_trainer.disk import NO_RENAME, make_below, mount_of, read_fresh, remove_if_empty, rename_if_there
 from safe_trainer.errors import CheckpointError
+from safe_trainer.process import has_ended, process_mark
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class Claim:
     @classmethod
     def of_this_process(cls) -> Claim:
         taken_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), _process_mark(os.getpid()), taken_at)
+        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), process_mark(os.getpid()), taken_at)
 
     @classmethod
     def parse(cls, content: bytes) -> Claim | None:
@@ -147,17 +148,7 @@ class Claim:
 
     def holder_is_dead(self) -> bool:
         """Whether its process ran on this machine and is there no more. Of another machine's nothing is known."""
-        machine = _machine_mark()
-        if not machine or not self.process.startswith(f"{machine} "):
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass  # another user's
-        mark = _process_mark(self.pid)
-        return bool(mark) and mark != self.process
+        return has_ended(self.pid, self.process)
 
     def encode(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -290,9 +281,8 @@ class ClaimGuard:
             return
         aside = self._trash / f"{uuid.uuid4().hex}-{self._path.name}"
         try:
-            make_below(self._trash, lambda: os.rename(self._path, aside))
-        except FileNotFoundError:
-            return
+            if not make_below(self._trash, lambda: rename_if_there(self._path, aside)):
+                return
         except OSError as error:
             if error.errno not in NO_RENAME:
                 raise
@@ -419,29 +409,3 @@ def _file_lock(path: Path, *, timeout_s: float) -> filelock.BaseFileLock:
         fallback_to_soft=False,
         preserve_lock_file=True,
     )
-
-
-# --- processes ---
-
-
-def _machine_mark() -> str:
-    """This boot of this machine, and this namespace of process numbers; empty where the system does not tell."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _process_mark(pid: int) -> str:
-    """The process that has this number here now; empty where the system does not tell.
-
-    Its start is counted by the kernel since the boot, so that no clock that is set changes it.
-    """
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    fields = status.rpartition(")")[2].split()
-    state, start = fields[0], fields[19]
-    return f"{_machine_mark()} {'dead' if state in 'ZX' else start}"

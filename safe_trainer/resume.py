@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from safe_trainer.commit import fsync_file
+from safe_trainer.disk import fsync_file
 from safe_trainer.errors import CheckpointError, IncompleteCheckpointError, UnsafePathError
 from safe_trainer.integrity import (
     Verdict,

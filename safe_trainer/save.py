@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import re
-import shutil
 import socket
 import time
 import uuid
@@ -22,8 +21,8 @@ from typing import TypeVar
 
 from tqdm.auto import tqdm
 
-from safe_trainer.commit import fsync_file
-from safe_trainer.errors import CheckpointError, InsufficientSpaceError, ProcessGroupLostError, RunDirectoryTaken
+from safe_trainer.disk import free_bytes, fsync_file
+from safe_trainer.errors import ENDS_THE_RUN, CheckpointError, InsufficientSpaceError
 from safe_trainer.integrity import digest_file, inspect_checkpoint, tensorless_weights
 from safe_trainer.layout import (
     MANIFEST_NAME,
@@ -173,7 +172,7 @@ def save_checkpoint(
             decision = _commit(run, staged, manifest, rotation)
     except BaseException as error:
         _abandon(run, staged)
-        if isinstance(error, CheckpointError) and not isinstance(error, (ProcessGroupLostError, RunDirectoryTaken)):
+        if isinstance(error, CheckpointError) and not isinstance(error, ENDS_THE_RUN):
             _raise_if_superseded(run)
         raise
     with clock.phase("rotate"):
@@ -266,10 +265,10 @@ def require_space(run: Run, needed: int, what: str) -> None:
     Raises:
         InsufficientSpaceError: it has not; the text has both numbers.
     """
-    free = shutil.disk_usage(run.root).free
+    free = free_bytes(run.root)
     if free < needed:
         run.directory.empty_trash()
-        free = shutil.disk_usage(run.root).free
+        free = free_bytes(run.root)
     if free < needed:
         raise InsufficientSpaceError(
             f"{what} needs {needed} bytes on the disk of rank {run.channel.rank}, where {free} are free "

@@ -7,7 +7,6 @@ separate disks and different on one).
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from safe_trainer.channel import Channel
-from safe_trainer.disk import NO_SPACE, Mount, mount_of
+from safe_trainer.disk import NO_SPACE, Mount, make_below, mount_of
 from safe_trainer.errors import StorageError
 from safe_trainer.layout import RunLayout
 from safe_trainer.options import Storage
@@ -209,26 +208,10 @@ def wait_until_visible(path: Path, *, timeout_s: float) -> None:
 
 
 def _touch(path: Path, *, timeout_s: float) -> None:
-    """Make an empty file and the directories above it, which other nodes may just have made, too.
-
-    Where caches lag, a directory can be there (``mkdir`` says so) and yet be invisible for a while.
-    """
+    """Make an empty file and the directories above it, which other nodes may just have made, too."""
     if path.parent.is_symlink():
         raise StorageError(f"{path.parent} is a symbolic link; remove it. Nothing was written there.")
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            return
-        except OSError as error:
-            # ESTALE: the directory that was there has been removed and made again by another node (GlusterFS).
-            if not isinstance(error, (FileExistsError, FileNotFoundError)) and error.errno != errno.ESTALE:
-                raise
-            is_in_the_way = any(parent.is_file() for parent in path.parents)
-            if is_in_the_way or time.monotonic() >= deadline:
-                raise
-        time.sleep(POLL_INTERVAL_S)
+    make_below(path.parent, path.touch, timeout_s=timeout_s)
 
 
 def _exists(path: Path) -> bool:

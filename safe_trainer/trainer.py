@@ -20,13 +20,7 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from safe_trainer.channel import Channel
-from safe_trainer.errors import (
-    CheckpointError,
-    IncompleteCheckpointError,
-    OptionError,
-    ProcessGroupLostError,
-    RunDirectoryTaken,
-)
+from safe_trainer.errors import ENDS_THE_RUN, CheckpointError, IncompleteCheckpointError, OptionError
 from safe_trainer.layout import MANIFEST_NAME, TRAINER_STATE_NAME, checkpoint_name, checkpoint_step, list_checkpoints
 from safe_trainer.options import CheckpointOptions
 from safe_trainer.preemption import Preemption
@@ -303,17 +297,13 @@ class SafeCheckpointMixin(_TrainerBase):
                 expected=self._expected_bytes,
                 show_progress=not self.args.disable_tqdm,
             )
-        except CheckpointError as error:
+        except BaseException as error:
             self._forget_failed_save(best_before)
-            if self.checkpoint_options.on_error == "raise" or isinstance(
-                error, (ProcessGroupLostError, RunDirectoryTaken)
-            ):
+            may_go_on = isinstance(error, CheckpointError) and not isinstance(error, ENDS_THE_RUN)
+            if not may_go_on or self.checkpoint_options.on_error == "raise":
                 raise
             self._go_on_without(error)
             return
-        except BaseException:
-            self._forget_failed_save(best_before)
-            raise
         self._safe_best_so_far = self._best_metric()
         # Every rank has left the point at which it read what was delivered for resuming.
         clear_deliveries(run)
@@ -333,7 +323,7 @@ class SafeCheckpointMixin(_TrainerBase):
     def _best_metric(self) -> tuple[float | None, int | None]:
         return self.state.best_metric, getattr(self.state, "best_global_step", None)
 
-    def _go_on_without(self, error: CheckpointError) -> None:
+    def _go_on_without(self, error: BaseException) -> None:
         self.failed_saves += 1
         if self.args.process_index == 0:
             logger.error(

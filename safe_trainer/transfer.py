@@ -6,11 +6,10 @@ side by side. Ranks work through the plan in its order, so no two of them ever w
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 import xxhash
 
 from safe_trainer.channel import Channel
+from safe_trainer.disk import naming
 from safe_trainer.errors import CheckpointError, ConsequenceError
 from safe_trainer.layout import resolve_inside
 from safe_trainer.manifest import FileEntry
@@ -108,30 +108,31 @@ def _send_file(channel: Channel, shipment: Shipment, root: Path | None, buffer: 
     Whatever goes wrong with the file is returned. Only the channel's own errors are raised: then nobody can go on.
     """
     view = buffer.numpy().data
-    with contextlib.ExitStack() as stack:
-        problem: Exception | None = None
-        count = 0
+    blocks = _blocks(root, shipment.entry.path, view)
+    problem: Exception | None = None
+    while True:
         try:
-            stream = stack.enter_context(_open_source(root, shipment.entry.path))
-            count = stream.readinto(view) or 0
+            count = next(blocks, 0)
         except Exception as error:
-            problem = _with_path(error, root, shipment.entry)
-        while problem is None and count:
-            _send_length(channel, shipment, count)
-            channel.send(buffer[:count], to_rank=shipment.destination)
-            try:
-                count = stream.readinto(view) or 0
-            except Exception as error:
-                problem = _with_path(error, root, shipment.entry)
+            problem = error
+            break
+        if not count:
+            break
+        _send_length(channel, shipment, count)
+        channel.send(buffer[:count], to_rank=shipment.destination)
     _send_length(channel, shipment, 0 if problem is None else _FAILED)
     return problem
 
 
-def _with_path(error: Exception, root: Path | None, entry: FileEntry) -> Exception:
-    """Reading does not tell which file it was."""
-    if isinstance(error, OSError) and error.filename is None and root is not None:
-        error.filename = str(root / entry.path)
-    return error
+def _blocks(root: Path | None, path: str, view: memoryview) -> Iterator[int]:
+    """Read a file into ``view``, a block at a time; gives the length of each."""
+    with _open_source(root, path) as stream:
+        while True:
+            with naming(Path(str(stream.name))):
+                count = stream.readinto(view)
+            if not count:
+                return
+            yield count
 
 
 def _open_source(root: Path | None, path: str) -> io.FileIO:
@@ -227,13 +228,11 @@ class _Sink:
 
     def _attempt(self, action: Callable[[int], None]) -> None:
         """Run ``action`` on the open file, unless something has gone wrong before."""
-        if self._problem is not None or self._descriptor is None:
+        if self._problem is not None or self._descriptor is None or self._path is None:
             return
         try:
-            action(self._descriptor)
-        except OSError as error:
-            error.filename = str(self._path)
-            self._problem = error
+            with naming(self._path):
+                action(self._descriptor)
         except Exception as error:
             self._problem = error
 

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from safe_trainer.errors import ProcessGroupLostError, RankFailure
+from safe_trainer.process import has_ended, process_mark
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +76,15 @@ class Peer:
     Attributes:
         host, node: its host's name, and the launcher's number of the node.
         addresses: of its host.
-        process: its id and start time in seconds since the epoch.
-        process_space: equal where one process can see whether the other lives; empty where that is not known.
+        pid: its number.
+        process: its mark, see :mod:`~safe_trainer.process`.
     """
 
     host: str
     node: str
     addresses: tuple[str, ...]
-    process: tuple[int, float]
-    process_space: str
+    pid: int
+    process: str
 
     @classmethod
     def own(cls) -> Peer:
@@ -93,29 +94,9 @@ class Peer:
             host=socket.gethostname(),
             node=os.environ.get("GROUP_RANK", ""),
             addresses=tuple(sorted(addresses)),
-            process=(os.getpid(), psutil.Process().create_time()),
-            process_space=_process_space(),
+            pid=os.getpid(),
+            process=process_mark(os.getpid()),
         )
-
-    def has_ended(self, *, seen_from: Peer) -> bool:
-        """Whether this process is gone for certain; False where ``seen_from`` cannot tell."""
-        if not self.process_space or self.process_space != seen_from.process_space:
-            return False
-        pid, started = self.process
-        try:
-            process = psutil.Process(pid)
-            return process.create_time() != started or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-
-def _process_space() -> str:
-    """This machine's boot and this process's pid namespace (Linux); containers of one host name differ in it."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
-            return f"{stream.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
 
 
 @dataclass
@@ -199,7 +180,6 @@ class Watch:
         self._waits_for_slow = waits_for_slow
         self._beat_interval_s = min(BEAT_INTERVAL_S, timeout_s / 4)
         self.peers: Sequence[Peer] = ()
-        self._own = Peer.own()
         self._count = 0
         self._steps_begun = 0
         self._step: _Step | None = None
@@ -447,14 +427,21 @@ class Watch:
 
     def _beat(self) -> None:
         self._count += 1
+        self._store.set(_beat_key(self._rank), json.dumps(dataclasses.asdict(self._own_beat())))
+
+    def _own_beat(self) -> _Beat:
+        """What this rank has to say of itself now."""
         step = self._step
         if step is None:
             state: State = "resting" if self._resting else "idle"
-            beat = _Beat(self._count, self._steps_begun, "training", state, 0.0, "", False)
-        else:
-            where, stuck = self._whereabouts(step) if step.age_s() > STUCK_AFTER_S else ("", False)
-            beat = _Beat(self._count, step.number, step.phase, step.state, step.age_s(), where, stuck)
-        self._store.set(_beat_key(self._rank), json.dumps(dataclasses.asdict(beat)))
+            return _Beat(self._count, self._steps_begun, "training", state, 0.0, "", False)
+        where, stuck = self._whereabouts(step) if step.age_s() > STUCK_AFTER_S else ("", False)
+        return _Beat(self._count, step.number, step.phase, step.state, step.age_s(), where, stuck)
+
+    def _absent(self, step: _Step) -> dict[int, _Beat]:
+        """The ranks, this one included, that are not at the end of a step; what they last said of themselves."""
+        beats = {rank: beat for rank, (beat, _) in self._others.items()} | {self._rank: self._own_beat()}
+        return {rank: beat for rank, beat in sorted(beats.items()) if not beat.has_arrived(step.number)}
 
     def _read_board(self) -> None:
         if self._board is None:
@@ -516,9 +503,7 @@ class Watch:
 
     def _can_end_together(self, step: _Step) -> bool:
         """Whether the ranks that are not at the end of this step can be waited for."""
-        own = _Beat(0, step.number, step.phase, step.state, 0.0, "", self._whereabouts(step)[1])
-        beats = {rank: beat for rank, (beat, _) in self._others.items()} | {self._rank: own}
-        absent = [beat for beat in beats.values() if not beat.has_arrived(step.number)]
+        absent = self._absent(step).values()
         if any(beat.stuck or beat.state == "left" for beat in absent):
             return False
         return self._waits_for_slow or not absent
@@ -539,7 +524,7 @@ class Watch:
 
     def _ended(self) -> list[int]:
         """Ranks whose process is gone, as far as this process can tell."""
-        return [rank for rank, peer in enumerate(self.peers) if peer.has_ended(seen_from=self._own)]
+        return [rank for rank, peer in enumerate(self.peers) if has_ended(peer.pid, peer.process)]
 
     def _get_all(self, keys: list[str]) -> list[bytes]:
         if self._store.has_extended_api():  # type: ignore[attr-defined]
@@ -559,17 +544,14 @@ class Watch:
             key = f"failure/{step.number}/{order}"
             if self._store.check([key]):
                 failures.append(RankFailure(**json.loads(self._store.get(key))))
-        return sorted(failures, key=lambda failure: (failure.is_consequence, failure.order))
+        return sorted(failures, key=RankFailure.precedence)
 
     def _log_late(self, step: _Step) -> None:
         """Every half minute, on rank 0: who keeps the others waiting, and with what."""
         if time.monotonic() - self._last_late_log < LATE_LOG_INTERVAL_S:
             return
         self._last_late_log = time.monotonic()
-        own_where, own_stuck = self._whereabouts(step)
-        own = _Beat(0, step.number, step.phase, step.state, step.age_s(), own_where, own_stuck)
-        beats = {rank: beat for rank, (beat, _) in self._others.items()} | {0: own}
-        absent = {rank: beat for rank, beat in sorted(beats.items()) if not beat.has_arrived(step.number)}
+        absent = self._absent(step)
         # Whoever stands in a collective waits for somebody else.
         late = {rank: beat for rank, beat in absent.items() if not beat.stuck} or absent
         told = "; ".join(f"{self._name(rank)}: {_activity(beat, step)}" for rank, beat in late.items())
@@ -598,7 +580,7 @@ class Watch:
         return f"rank {rank}{host}"
 
     def _ended_verdict(self, ended: Sequence[int]) -> _Verdict:
-        names = ", ".join(f"{self._name(rank)} (process {self.peers[rank].process[0]})" for rank in ended)
+        names = ", ".join(f"{self._name(rank)} (process {self.peers[rank].pid})" for rank in ended)
         step = self._step
         during = "" if step is None else f" during {step.phase!r}"
         return _Verdict(
@@ -635,10 +617,9 @@ class Watch:
 
     def _text_after_failures(self, step: _Step, failures: Sequence[RankFailure]) -> str:
         told = "; also ".join(str(failure) for failure in failures)
-        absent = [rank for rank, (beat, _) in sorted(self._others.items()) if not beat.has_arrived(step.number)]
-        if self._step is not None and step.state == "acting":
-            absent = sorted({*absent, self._rank})
-        names = ", ".join(str(rank) for rank in absent if rank not in {failure.rank for failure in failures})
+        names = ", ".join(
+            str(rank) for rank in self._absent(step) if rank not in {failure.rank for failure in failures}
+        )
         after = f" (given up without rank(s) {names}, which could not end {step.phase!r} after that)" if names else ""
         return told + after
 

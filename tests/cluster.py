@@ -376,7 +376,7 @@ class _Node:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def _in_namespaces(self, command: Sequence[str], binds: Iterable[Bind]) -> list[str]:
@@ -437,8 +437,8 @@ class _Node:
             return []
 
 
-def _die_with_parent() -> None:
-    """Between fork and exec: the kernel ends the launcher when the test process is gone, even by SIGKILL."""
+def die_with_parent() -> None:
+    """In a fork: the kernel ends this process when the test process is gone, even by SIGKILL."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

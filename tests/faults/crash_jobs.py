@@ -11,12 +11,10 @@ import logging
 import multiprocessing
 import os
 import shutil
-import signal
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
@@ -24,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from safe_trainer.channel import Channel
-from tests.unit.processes import Raised, outcome_of
+from tests.cluster import die_with_parent
+from tests.unit.processes import Raised, answers_through, outcome_of
 
 RANKS = 4
 # The survivors of a killed rank must have ended by then. Far longer than it takes: this tells hanging from slow.
@@ -32,7 +31,6 @@ DEADLINE_S = 40.0
 # What the channel itself waits for at most; shorter, so that whoever has only this to end them is not taken to hang.
 CHANNEL_TIMEOUT_S = 20.0
 
-_PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -77,20 +75,7 @@ class Job:
 
     def answers(self) -> list[Answer]:
         """What each rank gave. One that raises has given its answer, and ends, as a training script would."""
-        deadline = time.monotonic() + DEADLINE_S
-        answers: dict[int, Answer] = {}
-        while len(answers) < RANKS:
-            waiting = {self._connections[rank]: rank for rank in range(RANKS) if rank not in answers}
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                try:
-                    answers[waiting[connection]] = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    answers[waiting[connection]] = Ended("died")
-            if not ready:
-                answers.update(dict.fromkeys(waiting.values(), Ended("hangs")))
-        return [answers[rank] for rank in range(RANKS)]
+        return answers_through(self._connections, DEADLINE_S, died=Ended("died"), hangs=Ended("hangs"))
 
     def run(self, body: Callable[..., Any], *arguments: Any) -> list[Answer]:
         """:meth:`start`, and the :meth:`answers`."""
@@ -109,7 +94,7 @@ class Job:
 
     def _serve(self, rank: int, connection: Connection) -> None:
         # Its siblings hold copies of the parent's ends of the pipes, so that the parent's death shows in none of them.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         # Each for itself, and before they meet: whoever kills all others must know them all (kill(0) is everybody).
         self._pids[rank] = os.getpid()
         logging.disable(logging.CRITICAL)

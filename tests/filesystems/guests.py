@@ -24,7 +24,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.filesystems.hosts import Host, Hosts, die_with_parent, wait_for
+from tests.cluster import die_with_parent
+from tests.filesystems.hosts import Host, Hosts, wait_for
 
 KERNEL = "linux.uml"
 INIT = Path(__file__).with_name("guest-init.sh")

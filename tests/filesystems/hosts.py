@@ -14,7 +14,6 @@ Needs root, and iproute2 and util-linux (`why_not`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shlex
 import shutil
@@ -29,7 +28,7 @@ from typing import IO, Any
 
 import psutil
 
-from tests.cluster import REPOSITORY
+from tests.cluster import REPOSITORY, die_with_parent
 
 COMMAND_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 20.0
@@ -38,9 +37,7 @@ SERVER = "server"
 SERVER_ADDRESS = "10.99.0.1"
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--propagation", "private")
 _ENTER = ("--net", "--mount", "--uts", "--ipc", "--pid")
-_PR_SET_PDEATHSIG = 1
 _DIRECTORY_PREFIX = "safe-trainer-hosts-"
-_LIBC = ctypes.CDLL(None)
 # Names come from the hosts' own file: a look-up in the network would wait for a server that is not there.
 _NAME_SERVICES = "".join(f"{kind}: files\n" for kind in ("passwd", "group", "hosts", "services", "protocols", "rpc"))
 
@@ -272,6 +269,12 @@ def wait_for(condition: Any, what: str, *, timeout_s: float = START_TIMEOUT_S) -
         time.sleep(POLL_INTERVAL_S)
 
 
-def die_with_parent() -> None:
-    """Between fork and exec: the kernel ends the process when the test process is gone, even by SIGKILL."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def environment_of_ranks() -> dict[str, str]:
+    """What a Python process on a host needs to be a rank of a job between hosts."""
+    return {
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -23,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.cluster import REPOSITORY, Function, Json, name_of
-from tests.filesystems.hosts import Host
+from tests.cluster import Function, Json, name_of
+from tests.filesystems.hosts import Host, environment_of_ranks
 
 START_TIMEOUT_S = 300.0  # a User Mode Linux guest imports torch in a minute or more
 CALL_TIMEOUT_S = 180.0
@@ -60,15 +59,8 @@ class _Agent:
         self.log = log
         self._messages = messages
         self.ready = threading.Event()
-        environment = {
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
         command = (sys.executable, "-m", "tests.filesystems.agent")
-        self.process = host.start(*command, log=log, env=environment, talk=True)
+        self.process = host.start(*command, log=log, env=environment_of_ranks(), talk=True)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, message: Json) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import REPOSITORY, Json
+from tests.cluster import Json
 from tests.filesystems.conftest import Place, open_place
+from tests.filesystems.hosts import environment_of_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +52,7 @@ def train(place: Place, engines: list[str]) -> list[Json]:
     results = place.logs / "results"
     results.mkdir()
     environment = {
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
+        **environment_of_ranks(),
         "DS_ACCELERATOR": "cpu",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_EXTENSIONS_DIR": str(place.logs / "torch-extensions"),

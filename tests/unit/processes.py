@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -153,6 +153,25 @@ def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_before(nth: int, operations: Iterable[tuple[Any, str]]) -> None:
+    """Make this process kill itself before its nth call of any of ``operations``, each a module and a name in it. In a
+    child only."""
+    count = 0
+
+    def wrap(real: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object, **kwargs: object) -> object:
+            nonlocal count
+            count += 1
+            if count == nth:
+                kill_self()
+            return real(*args, **kwargs)
+
+        return wrapped
+
+    for module, name in operations:
+        setattr(module, name, wrap(getattr(module, name)))
+
+
 @contextlib.contextmanager
 def running(body: Callable[[Callable[[], None]], object]) -> Iterator[ForkProcess]:
     """A child that runs beside the test; ``body`` calls its argument when it is ready. Killed at the end."""
@@ -209,17 +228,23 @@ def _children(bodies: list[Callable[[], Any]]) -> Iterator[list[_Child]]:
 
 
 def _collect(children: list[_Child], deadline_s: float = DEADLINE_S) -> list[Answer[Any]]:
+    connections = [child.connection for child in children]
+    return answers_through(connections, deadline_s, died=Answer(problem="died"), hangs=Answer(problem="hangs"))
+
+
+def answers_through(connections: list[Connection], deadline_s: float, *, died: Any, hangs: Any) -> list[Any]:
+    """One answer through each connection, or what stands for it where none comes."""
     deadline = time.monotonic() + deadline_s
-    answers: dict[int, Answer[Any]] = {}
-    while len(answers) < len(children):
-        waiting = {child.connection: rank for rank, child in enumerate(children) if rank not in answers}
+    answers: dict[int, Any] = {}
+    while len(answers) < len(connections):
+        waiting = {connection: rank for rank, connection in enumerate(connections) if rank not in answers}
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         for connection in ready:
             assert isinstance(connection, Connection)
             try:
                 answers[waiting[connection]] = connection.recv()
-            except EOFError:
-                answers[waiting[connection]] = Answer(problem="died")
+            except (EOFError, ConnectionResetError):
+                answers[waiting[connection]] = died
         if not ready:
-            answers.update({rank: Answer(problem="hangs") for rank in waiting.values()})
-    return [answers[rank] for rank in range(len(children))]
+            answers.update(dict.fromkeys(waiting.values(), hangs))
+    return [answers[rank] for rank in range(len(connections))]

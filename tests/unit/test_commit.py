@@ -29,7 +29,7 @@ from safe_trainer.layout import AREA_NAME, JIT_SENTINEL_NAME, MANIFEST_NAME, lis
 from safe_trainer.manifest import Manifest
 from tests.unit.builders import contents, make_checkpoint, save, stage, start_run, write_files
 from tests.unit.mounts import leave_mount_namespace, make_read_only, mount_small_disk, needs_mounts
-from tests.unit.processes import kill_self, killed, run_in_child, running
+from tests.unit.processes import die_before, killed, run_in_child, running
 
 OLD = {"model.safetensors": b"old weights", "rng_state_0.pth": b"0", "rng_state_1.pth": b"1"}
 NEW = {"model.safetensors": b"new weights", "rng_state_0.pth": b"2", "sub/.file": b""}
@@ -518,22 +518,8 @@ def _before_each_step(monkeypatch: pytest.MonkeyPatch, action: Callable[[], obje
 
 def _die_before(operation: str, nth: int) -> None:
     """Make this process kill itself before its nth ``operation`` (``any`` counts all). In a child only."""
-    count = 0
-
-    def wrap(real: Callable[..., object]) -> Callable[..., object]:
-        def wrapped(*args: object, **kwargs: object) -> object:
-            nonlocal count
-            count += 1
-            if count == nth:
-                kill_self()
-            return real(*args, **kwargs)
-
-        return wrapped
-
-    for name in _OPERATIONS if operation == "any" else (operation,):
-        setattr(os, name, wrap(getattr(os, name)))
-    if operation in ("any", "exchange"):
-        commit.exchange = wrap(commit.exchange)  # type: ignore[assignment]
+    every = [*((os, name) for name in _OPERATIONS), (commit, "exchange")]
+    die_before(nth, [(module, name) for module, name in every if operation in ("any", name)])
 
 
 def _kill_save_before(root: Path, operation: str, nth: int, *, can_exchange: bool) -> bool:

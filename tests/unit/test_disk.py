@@ -151,7 +151,7 @@ def test_a_directory_that_others_remove_meanwhile_is_made_again(tmp_path: Path) 
 
 def test_what_does_not_come_into_being_is_an_error_in_the_end(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        make_below(tmp_path / "shared", lambda: (tmp_path / "no" / "own").touch())
+        make_below(tmp_path / "shared", lambda: (tmp_path / "no" / "own").touch(), timeout_s=0.2)
 
 
 def test_only_empty_directories_are_removed(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import safe_trainer
 PACKAGE = Path(safe_trainer.__file__).parent
 # Each module may import only from those before it. A new module finds its place here, and in docs/design.md.
 ORDER = (
-    "errors",
     "disk",
+    "process",
+    "errors",
     "layout",
     "options",
     "watch",

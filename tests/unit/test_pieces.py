@@ -19,7 +19,7 @@ from safe_trainer.layout import AREA_NAME, MANIFEST_NAME, RunLayout
 from safe_trainer.manifest import Manifest
 from safe_trainer.pieces import rename_problem
 from tests.unit.builders import contents, make_checkpoint, save, stage, start_run, write_files
-from tests.unit.processes import kill_self, killed
+from tests.unit.processes import die_before, kill_self, killed
 
 OLD = {"model.safetensors": b"old weights", "rng_state_0.pth": b"0", "old_only/a": b"1"}
 NEW = {"model.safetensors": b"new weights!", "rng_state_0.pth": b"22", "sub/.file": b""}
@@ -249,20 +249,7 @@ _OPERATIONS = ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir", "link")
 
 
 def _die_before(nth: int) -> None:
-    count = 0
-
-    def wrap(real: Callable[..., object]) -> Callable[..., object]:
-        def wrapped(*args: object, **kwargs: object) -> object:
-            nonlocal count
-            count += 1
-            if count == nth:
-                kill_self()
-            return real(*args, **kwargs)
-
-        return wrapped
-
-    for name in _OPERATIONS:
-        setattr(os, name, wrap(getattr(os, name)))
+    die_before(nth, [(os, name) for name in _OPERATIONS])
 
 
 def _die_before_the_manifest_moves() -> None:

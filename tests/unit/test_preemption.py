@@ -20,7 +20,8 @@ from tests.unit.processes import run_in_child, run_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 HOST = socket.gethostname()
-LAST_STEP = 2000
+# So many that they do not end by themselves: an idle machine takes two thousand in the second before all ranks know.
+LAST_STEP = 200_000
 
 # When each rank gets which signal: (step, signal), as often as wanted.
 Plan = Mapping[int, list[tuple[int, signal.Signals]]]

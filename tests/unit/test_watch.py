@@ -114,7 +114,7 @@ def test_a_killed_process_is_named(
     where: Callable[[], None], on_this_machine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not on_this_machine:
-        monkeypatch.setattr(watch, "_process_space", lambda: "")
+        monkeypatch.setattr(watch, "process_mark", lambda pid: "")
 
     def body(channel: Channel) -> Outcome:
         return Outcome(channel, kill_self if channel.rank == 1 else where)
@@ -149,7 +149,7 @@ def test_where_the_store_goes_with_rank_0_the_others_name_it(
     if not on_this_machine:
         own = watch.Peer.own
         monkeypatch.setattr(
-            watch.Peer, "own", lambda: dataclasses.replace(own(), process_space="", node=str(dist.get_rank()))
+            watch.Peer, "own", lambda: dataclasses.replace(own(), process="", node=str(dist.get_rank()))
         )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
