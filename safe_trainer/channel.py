@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from safe_trainer.errors import CheckpointError, RankFailure
+from safe_trainer.errors import CheckpointError, ConsequenceError, RankFailure
 from safe_trainer.watch import UNLIMITED, Peer, Watch, set_group_timeout
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,15 @@ class Channel:
     def is_lost(self) -> bool:
         """Whether the process group is lost, so that every further step raises at once."""
         return self._watch is not None and self._watch.lost is not None
+
+    def raise_if_others_failed(self) -> None:
+        """For an action that waits for what others have made.
+
+        Raises:
+            ConsequenceError: another rank has failed in this step, as far as is known here.
+        """
+        if self._watch is not None and self._watch.others_failed:
+            raise ConsequenceError("another rank failed while this one waited for something of it")
 
     def together(self, phase: str, action: Callable[[], T], *, place: Path | None = None) -> list[T]:
         """Run ``action`` on every rank and give every rank all results, by rank; or the same error to all.

@@ -36,7 +36,7 @@ from safe_trainer.layout import (
 from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.run import Run
 from safe_trainer.save import require_space, writing_rank
-from safe_trainer.topology import Domain, format_ranks, wait_until_visible
+from safe_trainer.topology import Domain, format_ranks
 from safe_trainer.transfer import plan_shipments, ship
 
 logger = logging.getLogger(__name__)
@@ -328,7 +328,7 @@ def _take_inventory(run: Run, source: _Source, place: _Place) -> _Inventory:
     def check_share() -> _Share:
         if run.channel.rank not in readers:
             return _Share()
-        wait_until_visible(place.path, timeout_s=run.options.visibility_timeout_s)
+        run.wait_until_visible(place.path)
         index = readers.index(run.channel.rank)
         return _check_share(run, source, place.path, files, index=index, count=len(readers))
 
@@ -398,9 +398,7 @@ def _deliver(run: Run, source: _Source, inventory: _Inventory, place: _Place) ->
         )
         path = Path(settled[run.topology.domain.leader] or place.path)
     visible_path = path
-    run.channel.together(
-        "see the checkpoint", lambda: wait_until_visible(visible_path, timeout_s=run.options.visibility_timeout_s)
-    )
+    run.channel.together("see the checkpoint", lambda: run.wait_until_visible(visible_path))
     if run.is_home_leader:
         logger.info("resuming from %s (%d files)", path, len(inventory.entries))
     names = {entry.path for entry in inventory.entries}
@@ -487,7 +485,7 @@ def _ship_missing(
 
     def receive() -> int:
         if needs[run.channel.rank].copy:
-            wait_until_visible(staged, timeout_s=run.options.visibility_timeout_s)
+            run.wait_until_visible(staged)
         return ship(run.channel, shipments, source_root=place.path, destination_root=staged)
 
     received = sum(run.channel.together("deliver the checkpoint", receive, place=staged))

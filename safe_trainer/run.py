@@ -58,6 +58,11 @@ class Run:
         """Every storage domain but home."""
         return self.topology.domains[1:]
 
+    def wait_until_visible(self, path: Path) -> None:
+        """Return once ``path``, which another rank has made, can be seen here; see
+        :func:`~safe_trainer.topology.wait_until_visible`."""
+        wait_until_visible(path, channel=self.channel, timeout_s=self.options.visibility_timeout_s)
+
     def next_name(self, purpose: str) -> str:
         """A name for a staging directory: unused in any run, and the same on every rank without a message."""
         return work_name(self.generation.number, self.generation.run_id, next(self._counter), purpose)
@@ -172,7 +177,7 @@ def _try_file_systems(
             is_elsewhere = topology.nodes[channel.rank] != topology.nodes[leader]
             if trial is None or trial.locks is not None or not is_elsewhere or not topology.is_lister():
                 return None
-            wait_until_visible(layout.tokens / trial.name, timeout_s=visibility_timeout_s)
+            wait_until_visible(layout.tokens / trial.name, channel=channel, timeout_s=visibility_timeout_s)
             return probe_problem(layout.tokens / trial.name)
 
         problems = channel.together(phase, try_with_leader)

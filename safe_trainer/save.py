@@ -37,7 +37,7 @@ from safe_trainer.layout import (
 from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.rotation import Rotation, same_directory, stale_steps, steps_to_remove
 from safe_trainer.run import Run
-from safe_trainer.topology import Domain, Topology, poll, wait_until_visible
+from safe_trainer.topology import Domain, Topology, poll
 from safe_trainer.transfer import Shipment, plan_shipments, ship, total_bytes_by_destination
 from safe_trainer.watch import patient_groups
 
@@ -283,7 +283,7 @@ def _write(run: Run, staged: Path, write: Callable[[Path], None]) -> None:
     marker = staged / f"{STAGING_MARKER_PREFIX}{run.channel.rank}"
 
     def write_own() -> None:
-        wait_until_visible(staged, timeout_s=run.options.visibility_timeout_s)
+        run.wait_until_visible(staged)
         marker.touch()
         try:
             with patient_groups():
@@ -323,12 +323,12 @@ def _digest(run: Run, staged: Path, listed: Sequence[dict[str, FileStat]]) -> li
 
     def digest_own() -> dict[str, FileEntry]:
         for path in to_sync:
-            _wait_for_size(staged / path, files[path].size, timeout_s=run.options.visibility_timeout_s)
+            _wait_for_size(run, staged / path, files[path].size)
             fsync_file(staged / path)
         entries = {}
         for path, digester in digesters.items():
             if digester == run.channel.rank:
-                _wait_for_size(staged / path, files[path].size, timeout_s=run.options.visibility_timeout_s)
+                _wait_for_size(run, staged / path, files[path].size)
                 entries[path] = FileEntry(
                     path=path,
                     size=files[path].size,
@@ -482,7 +482,7 @@ def _complete_local_copies(
     def receive() -> int:
         source = run.directory.layout.checkpoint(manifest.step)
         if run.topology.is_home:
-            wait_until_visible(source, timeout_s=run.options.visibility_timeout_s)
+            run.wait_until_visible(source)
         return ship(run.channel, shipments, source_root=source, destination_root=staged)
 
     try:
@@ -600,10 +600,11 @@ def _spread(files: dict[str, FileStat], topology: Topology) -> dict[str, int]:
     return digesters
 
 
-def _wait_for_size(path: Path, size: int, *, timeout_s: float) -> None:
+def _wait_for_size(run: Run, path: Path, size: int) -> None:
     """Wait until this node sees a file as its writer left it (attribute caches lag on network file systems)."""
-    wait_until_visible(path, timeout_s=timeout_s)
-    if not poll(lambda: path.stat().st_size == size, timeout_s):
+    run.wait_until_visible(path)
+    timeout_s = run.options.visibility_timeout_s
+    if not poll(lambda: path.stat().st_size == size, channel=run.channel, timeout_s=timeout_s):
         raise CheckpointError(
             f"{path} has {path.stat().st_size} bytes here, its writer said {size}: it changed after it was written, or "
             "the file system's caches lag behind for longer than visibility_timeout_s"

@@ -192,15 +192,16 @@ def find_topology(
     return topology
 
 
-def wait_until_visible(path: Path, *, timeout_s: float) -> None:
+def wait_until_visible(path: Path, *, channel: Channel, timeout_s: float) -> None:
     """Return once ``path``, which another rank says exists, can be seen here.
 
     Listing the parent makes NFS clients forget that the name was missing; on FUSE only waiting helps.
 
     Raises:
         StorageError: it stays invisible for ``timeout_s`` seconds.
+        ConsequenceError: another rank has failed meanwhile.
     """
-    if not poll(lambda: _exists(path), timeout_s):
+    if not poll(lambda: _exists(path), channel=channel, timeout_s=timeout_s):
         raise StorageError(
             f"{path} was written by another rank but has been invisible here for {timeout_s:g} s. If the file system's "
             "caches lag further behind, raise visibility_timeout_s (SAFE_TRAINER_VISIBILITY_TIMEOUT_S)."
@@ -227,12 +228,17 @@ def _exists(path: Path) -> bool:
     return False
 
 
-def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask ``condition`` until it holds, for ``timeout_s`` seconds at most; whether it did. Asks at least once."""
+def poll(condition: Callable[[], bool], *, channel: Channel, timeout_s: float) -> bool:
+    """Ask ``condition`` until it holds, for ``timeout_s`` seconds at most; whether it did. Asks at least once.
+
+    Raises:
+        ConsequenceError: another rank has failed meanwhile, so that what is waited for may never come.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= deadline:
             return False
+        channel.raise_if_others_failed()
         time.sleep(POLL_INTERVAL_S)
     return True
 
@@ -243,7 +249,7 @@ def _look_around(
     """What each rank sees, by rank. Absence is believed at once only where nothing speaks for caches that lag."""
 
     def look(patience_s: float) -> _Sight:
-        seen = _seen_within(tokens, visits, min(patience_s, visibility_timeout_s))
+        seen = _seen_within(channel, tokens, visits, min(patience_s, visibility_timeout_s))
         return _Sight(seen, frozenset(_seen_elsewhere(visits, channel.rank, seen)))
 
     patience_s = ABSENCE_PATIENCE_S if storage == "auto" and _may_lag(visits) else 0.0
@@ -262,14 +268,14 @@ def _is_partition(seen: list[frozenset[int]]) -> bool:
     return all(rank in others and all(seen[other] == others for other in others) for rank, others in enumerate(seen))
 
 
-def _seen_within(tokens: Path, visits: list[_Visit], patience_s: float) -> frozenset[int]:
+def _seen_within(channel: Channel, tokens: Path, visits: list[_Visit], patience_s: float) -> frozenset[int]:
     seen: set[int] = set()
 
     def look_again() -> bool:
         seen.update(rank for rank, visit in enumerate(visits) if rank not in seen and _exists(tokens / visit.token))
         return len(seen) == len(visits)
 
-    poll(look_again, patience_s)
+    poll(look_again, channel=channel, timeout_s=patience_s)
     return frozenset(seen)
 
 

@@ -249,6 +249,12 @@ class Watch:
         """The error to raise where the group is lost, else None."""
         return None if self._verdict is None else self._verdict.error()
 
+    @property
+    def others_failed(self) -> bool:
+        """Whether some rank is known to have failed in the present step."""
+        step, seen = self._step, self._notice_seen
+        return step is not None and seen is not None and seen[0] == step.number
+
     def rest(self) -> None:
         """Be silent until the next step, without being taken for gone: training has ended, and the store may go."""
         self._resting = True

@@ -159,12 +159,6 @@ def test_caches_that_lag_for_five_seconds_cost_time_only(habits: Habits, lagging
 # --- S7: locks are missing ---
 
 
-OTHERS_GO_ON_LOOKING = pytest.mark.xfail(
-    reason="a rank that looks for a file which the newer job has swept away does not notice that the others gave up"
-)
-
-
-@OTHERS_GO_ON_LOOKING
 @file_systems
 @pytest.mark.parametrize("locks", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
 def test_without_locks_saves_go_on_and_an_older_job_is_fenced_off(locks: Locks) -> None:
