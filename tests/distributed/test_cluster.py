@@ -259,8 +259,9 @@ def wait_for(path: Path, timeout_s: float = 30.0) -> None:
 # --- Cleaning up ---
 
 ABANDONED = """
-import time
+import signal, time
 from tests.cluster import Cluster
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 cluster = Cluster(1, 1)
 cluster.run("os:getpid")
 print(cluster.disks("shared", "left").node(0), flush=True)
