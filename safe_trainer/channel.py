@@ -59,6 +59,8 @@ class Channel:
         self.rank = rank
         self.world_size = world_size
         self.host = socket.gethostname()
+        self._phase = ""
+        self._place: Path | None = None
 
     @classmethod
     def open(cls, *, timeout_s: float, waits_for_slow: bool = False) -> Channel:
@@ -109,13 +111,26 @@ class Channel:
         """Whether the process group is lost, so that every further step raises at once."""
         return self._watch is not None and self._watch.lost is not None
 
+    @property
+    def others_failed(self) -> bool:
+        """Whether a rank is known to have failed in the present step."""
+        return self._watch is not None and self._watch.others_failed
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others know at once that this rank has failed in the present step, though its part is not over yet.
+
+        ``error`` is to be raised in the end all the same.
+        """
+        if self._watch is not None:
+            self._watch.tell(self._failure(error, self._phase, self._place))
+
     def raise_if_others_failed(self) -> None:
         """For an action that waits for what others have made.
 
         Raises:
             ConsequenceError: another rank has failed in this step, as far as is known here.
         """
-        if self._watch is not None and self._watch.others_failed:
+        if self.others_failed:
             raise ConsequenceError("another rank failed while this one waited for something of it")
 
     def together(self, phase: str, action: Callable[[], T], *, place: Path | None = None) -> list[T]:
@@ -140,6 +155,7 @@ class Channel:
             return _results([outcome], error)
         if self._watch.lost is not None:
             raise self._watch.lost
+        self._phase, self._place = phase, place
         with self._watch.step(phase) as step:
             try:
                 outcome, error = self._attempt(phase, action, place)

@@ -133,6 +133,11 @@ class RunDirectory:
         )
         self._guard = ClaimGuard(self.layout.claim_file, short_lived=self.layout.tokens, trash=self.layout.trash)
 
+    @property
+    def renames_whole(self) -> bool:
+        """Whether a directory is renamed in one step here."""
+        return not self._in_pieces
+
     def use_pieces(self, reason: str) -> None:
         """From now on checkpoints are committed and removed file by file; said once, at warning level.
 

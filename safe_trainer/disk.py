@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
+import functools
 import os
 import shutil
 import stat
@@ -64,8 +66,13 @@ _NETWORK_FILE_SYSTEMS = (
     "wekafs",
 )
 
+# Where blocks are set aside in one step. Elsewhere it costs as much as writing (tmpfs, NFS 3), or nothing is gained.
+_PREALLOCATING_FILE_SYSTEMS = ("ext4", "xfs", "btrfs", "f2fs")
+
 # include/uapi/linux/fs.h and fcntl.h
 _RENAME_EXCHANGE = 2
+_SYNC_FILE_RANGE_WRITE = 2
+_FICLONE = 0x40049409
 _AT_FDCWD = -100
 # The last two come from FUSE file systems that ignore the flag and try a plain rename.
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EEXIST, errno.ENOTEMPTY)
@@ -117,6 +124,45 @@ def _fsync_path(path: Path, flags: int) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def start_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Have the kernel begin to write a stretch of a file, so that a later fsync has less to wait for (Linux).
+
+    Only a hint: nothing is promised and no error is reported; both are fsync's business.
+    """
+    hint = _sync_file_range()
+    if hint is not None:
+        hint(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
+
+
+def start_writeback_of(path: Path) -> None:
+    """:func:`start_writeback` of a whole file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        start_writeback(descriptor, 0, 0)  # up to the end
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    return getattr(ctypes.CDLL(None), "sync_file_range", None)
+
+
+def preallocates(directory: Path) -> bool:
+    """Whether :func:`preallocate` is worth its while on the file system of ``directory``."""
+    return mount_of(directory).kind in _PREALLOCATING_FILE_SYSTEMS
+
+
+def preallocate(descriptor: int, size: int) -> None:
+    """Set ``size`` bytes aside for a new file, in few extents where the file system can.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if size > 0:
+        os.posix_fallocate(descriptor, 0, size)
 
 
 def fsync_ancestors(directory: Path) -> None:
@@ -183,6 +229,49 @@ def exchange(first: Path, second: Path) -> bool:
     if code in _NO_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), str(first), None, str(second))
+
+
+def share_or_link(source: Path, target: Path) -> bool:
+    """Give ``target``, which is not there, the content of ``source`` without copying it; False where that cannot be.
+
+    A copy that shares its blocks is preferred (reflink: btrfs, xfs): what is written into one of the two later does not
+    show in the other. Elsewhere it is a second name of the same file. Directories above are made.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return _reflink(source, target) or _hard_link(source, target)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make ``target`` a second name of ``source``, or, where the file system has no such thing, a copy."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not _hard_link(source, target):
+        shutil.copy2(source, target)
+
+
+def _reflink(source: Path, target: Path) -> bool:
+    with open(source, "rb") as original:
+        mode = stat.S_IMODE(os.fstat(original.fileno()).st_mode)
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+        try:
+            fcntl.ioctl(descriptor, _FICLONE, original.fileno())
+            os.fchmod(descriptor, mode)
+            os.fsync(descriptor)
+        except OSError:
+            os.unlink(target)
+            return False
+        finally:
+            os.close(descriptor)
+    return True
+
+
+def _hard_link(source: Path, target: Path) -> bool:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # none on this file system, or too many of this file
+        return False
+    return True
 
 
 def rename_to_free_name(source: Path, target: Path) -> bool:

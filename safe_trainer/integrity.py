@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-import xxhash
 from safetensors import SafetensorError, safe_open
 
-from safe_trainer.disk import again_if_stale, naming
+from safe_trainer.digest import digest_file
 from safe_trainer.errors import CheckpointError
 from safe_trainer.layout import (
     JIT_SENTINEL_NAME,
@@ -75,15 +74,6 @@ class Verdict:
     def intact(self) -> bool:
         """Whether it is as it was committed: whole, or a part where only a part was kept."""
         return self.complete or self.is_part
-
-
-def digest_file(path: Path) -> str:
-    """The xxh3-128 digest of a file's content as 32 hexadecimal digits; reads it once, in bounded memory."""
-    digest = xxhash.xxh3_128()
-    with naming(path), again_if_stale(lambda: open(path, "rb")) as stream:
-        while block := stream.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def inspect_checkpoint(checkpoint: Path, *, verify: Verify) -> Verdict:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from safe_trainer.errors import CheckpointError
-from safe_trainer.layout import MANIFEST_NAME, check_relative_path
+from safe_trainer.layout import MANIFEST_NAME, FileStat, check_relative_path
 
 FORMAT = 1
 # Some 300 000 files. What is larger is no manifest, and is not read: JSON takes many times its size in memory.
@@ -42,7 +42,7 @@ class FileEntry:
     Attributes:
         path: relative to the checkpoint, POSIX, normal form.
         size: in bytes.
-        digest: xxh3-128 of its content, 32 hexadecimal digits.
+        digest: of its content, 32 hexadecimal digits; see :mod:`~safe_trainer.digest`.
         rank: the global rank that wrote it (see :func:`safe_trainer.save.writing_rank`).
         mode: permission bits.
     """
@@ -52,6 +52,11 @@ class FileEntry:
     digest: str
     rank: int
     mode: int
+
+    @property
+    def stat(self) -> FileStat:
+        """The file as it is listed where it lies."""
+        return FileStat(size=self.size, mode=self.mode)
 
     def same_content(self, other: FileEntry) -> bool:
         """Whether both describe the same bytes."""

@@ -20,6 +20,7 @@ OnError = Literal["raise", "continue"]
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+_SWITCHES = {"background": False, "save_on_preemption": True}
 
 
 def _variable(name: str) -> str:
@@ -83,6 +84,19 @@ class CheckpointOptions:
         "stock checkpoint: file formats), 'off' only asks whether the files are there.",
         choices=get_args(Verify),
     )
+    # HfArgumentParser does not call the default factory of a field of type bool, so None stands for the default.
+    background: bool | None = _option(
+        "background",
+        False,
+        "Whether training goes on as soon as every rank has written: files are gathered, made durable and committed "
+        "beside it. Callbacks get on_save when the checkpoint has been committed.",
+    )
+    staging: str = _option(
+        "staging",
+        "disk",
+        "Where ranks put their files while training stands still: 'disk' for the run directory's disk, 'memory' for "
+        "the node's memory, or an absolute path of a directory on each node. Anything but 'disk' takes background.",
+    )
     on_error: str = _option(
         "on_error",
         "raise",
@@ -91,7 +105,6 @@ class CheckpointOptions:
         "run directory, is raised in any case.",
         choices=get_args(OnError),
     )
-    # HfArgumentParser does not call the default factory of a field of type bool, so None stands for the default.
     save_on_preemption: bool | None = _option(
         "save_on_preemption",
         True,
@@ -123,10 +136,21 @@ class CheckpointOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.save_on_preemption is None:
-            self.save_on_preemption = _from_environment("save_on_preemption", True)
+        for name, default in _SWITCHES.items():
+            if getattr(self, name) is None:
+                setattr(self, name, _from_environment(name, default))
         for option in dataclasses.fields(self):
             self._check(option.name, getattr(self, option.name), option.metadata.get("choices"))
+        if self.stages_elsewhere and not self.background:
+            raise OptionError(
+                f"staging={self.staging!r} without background: files would be put aside and written while training "
+                "stands still. Set background=True (SAFE_TRAINER_BACKGROUND=1), or leave staging out."
+            )
+
+    @property
+    def stages_elsewhere(self) -> bool:
+        """Whether files are put aside somewhere else than where they are committed."""
+        return self.staging != "disk"
 
     def signals(self) -> tuple[signal.Signals, ...]:
         """The signals of ``preemption_signals``; none where ``save_on_preemption`` is off."""
@@ -148,7 +172,12 @@ class CheckpointOptions:
                     f"{name}={value!r}{where}: give names of signals that can be handled, with commas between them, "
                     f"e.g. 'SIGTERM,SIGUSR1' ({error})."
                 ) from error
-        elif name == "save_on_preemption":
+        elif name == "staging":
+            if not isinstance(value, str) or (value not in ("disk", "memory") and not os.path.isabs(value)):
+                raise OptionError(
+                    f"{name}={value!r}{where}: give 'disk', 'memory' or the absolute path of a directory."
+                )
+        elif name in _SWITCHES:
             if not isinstance(value, bool):
                 raise OptionError(f"{name}={value!r}{where}: give True or False.")
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:

@@ -1,4 +1,4 @@
-"""Which process is this, and is it still there: for the beats of a job's ranks, and for who holds a claim.
+"""Which process is this, is it still there, and what may it use: for beats, claims, and staging in memory.
 
 A number alone does not tell: it is used again, and other machines and containers have the same ones. So a process has a
 *mark*: this boot of this machine, the namespace of process numbers, and the process's start as the kernel counts it,
@@ -7,8 +7,11 @@ which no clock that is set changes (Linux, ``/proc``).
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+
+import psutil
 
 
 def process_mark(pid: int) -> str:
@@ -44,3 +47,30 @@ def _machine_mark() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+def available_memory() -> int:
+    """Bytes of memory that processes here may still take, without swap: of the machine, or of this container.
+
+    Source: cgroups v2, ``memory.max`` and ``memory.current`` of every group above this process; file caches that the
+    kernel can drop count as available.
+    """
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::")[2].strip()
+        place = Path("/sys/fs/cgroup") / group.lstrip("/")
+        for directory in (place, *place.parents):
+            if directory == Path("/sys/fs"):
+                break
+            available = min(available, _available_in(directory, available))
+    return available
+
+
+def _available_in(group: Path, otherwise: int) -> int:
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):
+        return otherwise
+    return otherwise if limit == "max" else max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))

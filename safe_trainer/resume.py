@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from safe_trainer.disk import fsync_file
+from safe_trainer.digest import digest_file
+from safe_trainer.disk import fsync_file, link_or_copy
 from safe_trainer.errors import CheckpointError, IncompleteCheckpointError, UnsafePathError
 from safe_trainer.integrity import (
     Verdict,
-    digest_file,
     file_problem,
     inspect_checkpoint,
     rng_ranks,
@@ -35,9 +34,9 @@ from safe_trainer.layout import (
 )
 from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.run import Run
-from safe_trainer.save import require_space, writing_rank
+from safe_trainer.save import check_arrival, require_space, writing_rank
 from safe_trainer.topology import Domain, format_ranks
-from safe_trainer.transfer import plan_shipments, ship
+from safe_trainer.transfer import Shipped, plan_shipments, ship
 
 logger = logging.getLogger(__name__)
 
@@ -401,6 +400,8 @@ def _deliver(run: Run, source: _Source, inventory: _Inventory, place: _Place) ->
     run.channel.together("see the checkpoint", lambda: run.wait_until_visible(visible_path))
     if run.is_home_leader:
         logger.info("resuming from %s (%d files)", path, len(inventory.entries))
+    if place.in_run_directory and inventory.manifest is not None and run.options.verify == "digest":
+        run.last.note(inventory.entries, path if run.is_home_leader else None)
     names = {entry.path for entry in inventory.entries}
     alone = {0} if "rng_state.pth" in names else set()  # saved by a single process
     return Resumption(
@@ -475,21 +476,26 @@ def _ship_missing(
             staged.mkdir(parents=True)
             for entry in inventory.entries:
                 if entry.path not in need.missing:
-                    _link_or_copy(place.path / entry.path, staged / entry.path)
+                    link_or_copy(place.path / entry.path, staged / entry.path)
 
     run.channel.together("use what is here", stage_present, place=staged)
     shipments = []
+    lacking = {}
     for domain in run.topology.domains:
-        missing = [entry for entry in inventory.entries if entry.path in needs[domain.leader].missing]
-        shipments += plan_shipments(missing, source=Domain(place.readers(source.domain)), destination=domain)
+        lacking[domain] = [entry for entry in inventory.entries if entry.path in needs[domain.leader].missing]
+        files = {entry.path: entry.stat for entry in lacking[domain]}
+        shipments += plan_shipments(files, source=Domain(place.readers(source.domain)), destination=domain)
 
-    def receive() -> int:
+    def receive() -> Shipped:
         if needs[run.channel.rank].copy:
             run.wait_until_visible(staged)
         return ship(run.channel, shipments, source_root=place.path, destination_root=staged)
 
-    received = sum(run.channel.together("deliver the checkpoint", receive, place=staged))
+    shipped = run.channel.together("deliver the checkpoint", receive, place=staged)
+    for domain, expected in lacking.items():
+        check_arrival(expected, domain, [each.digests for each in shipped])
     if run.is_home_leader:
+        received = sum(each.received_bytes for each in shipped)
         logger.info("delivered %.1f MB of %s to disks that lacked it", received / 1e6, place.path.name)
 
 
@@ -507,11 +513,3 @@ def _settle_delivery(run: Run, inventory: _Inventory, place: _Place, staged: Pat
             run.directory.release_staging(staged)
             return str(final)
     return str(staged)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:  # no hard links on this file system
-        shutil.copy2(source, target)

@@ -19,6 +19,8 @@ from safe_trainer.layout import work_name
 from safe_trainer.lock import flock_is_local, held_probe, probe_problem
 from safe_trainer.options import CheckpointOptions, Storage
 from safe_trainer.pieces import rename_problem
+from safe_trainer.reuse import LastCheckpoint
+from safe_trainer.staging import Staging, staging_of
 from safe_trainer.topology import Domain, Topology, find_topology, wait_until_visible
 
 
@@ -33,6 +35,8 @@ class Run:
         options: the user's choices.
         generation: this run's number, the same in every domain.
         saved_by: versions of libraries, for the manifest.
+        staging: where this rank puts its files while training stands still.
+        last: what home's last checkpoint has.
     """
 
     channel: Channel
@@ -41,6 +45,8 @@ class Run:
     options: CheckpointOptions
     generation: Generation
     saved_by: Mapping[str, str]
+    staging: Staging = field(default_factory=Staging)
+    last: LastCheckpoint = field(default_factory=LastCheckpoint)
     _counter: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
@@ -130,7 +136,21 @@ def open_run(
     # Rank 0 names the run. The greatest number over all disks, so that exchanged disks do not set the count back.
     wanted = Generation.following(max(claim.newest_generation for claim in claims), claims[0].run_id)
     generation = _take(channel, topology, directory, wanted)
-    return Run(channel, topology, directory, options, generation, dict(saved_by))
+    staging = _prepare_staging(channel, topology, run_directory, options)
+    return Run(channel, topology, directory, options, generation, dict(saved_by), staging)
+
+
+def _prepare_staging(channel: Channel, topology: Topology, run_directory: Path, options: CheckpointOptions) -> Staging:
+    found = [Staging()]
+
+    def prepare() -> None:
+        peers = topology.node_peers(channel.rank)
+        index = peers.index(channel.rank)
+        found[0] = staging_of(options.staging, run_directory=run_directory, index=index, count=len(peers))
+
+    if options.stages_elsewhere:
+        channel.together("prepare staging", prepare)
+    return found[0]
 
 
 def _take(channel: Channel, topology: Topology, directory: RunDirectory, wanted: Generation) -> Generation:

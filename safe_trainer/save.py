@@ -1,5 +1,8 @@
 """A save from prepare to tell: the steps of docs/protocol.md, each one call.
 
+It has two halves. :func:`stage_checkpoint` is over when every rank has written and all have agreed on it; training can
+go on from there. :func:`commit_checkpoint` does the rest, on the same channel or, beside training, on one of its own.
+
 Nobody begins a step before everybody has finished the one before it (:meth:`Channel.together`), and nobody writes
 under the staging name once the files have been listed.
 """
@@ -14,16 +17,19 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from safe_trainer.disk import free_bytes, fsync_file
+from safe_trainer.digest import Digests, combine, digest_blocks, united, whole_blocks
+from safe_trainer.disk import free_bytes, fsync_file, start_writeback_of
 from safe_trainer.errors import ENDS_THE_RUN, CheckpointError, InsufficientSpaceError
-from safe_trainer.integrity import digest_file, inspect_checkpoint, tensorless_weights
+from safe_trainer.integrity import inspect_checkpoint, tensorless_weights
 from safe_trainer.layout import (
     MANIFEST_NAME,
     STAGING_MARKER_PREFIX,
@@ -37,13 +43,18 @@ from safe_trainer.layout import (
 from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.rotation import Rotation, same_directory, stale_steps, steps_to_remove
 from safe_trainer.run import Run
+from safe_trainer.staging import MemoryRoom, Staging
 from safe_trainer.topology import Domain, Topology, poll
-from safe_trainer.transfer import Shipment, plan_shipments, ship, total_bytes_by_destination
+from safe_trainer.transfer import FSYNC_THREADS, Shipment, bytes_by_destination, plan_shipments, ship
 from safe_trainer.watch import patient_groups
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+# By domain, home first: the files on its disk.
+Entries = Mapping[Domain, Mapping[str, FileEntry]]
+
+# Writing back smaller files early would save nothing.
+MIN_WRITEBACK_BYTES = 1 << 20
 
 # A bar only appears where a gather takes longer than this.
 BAR_DELAY_S = 1.0
@@ -87,8 +98,11 @@ class SaveReport:
         bytes: their total size.
         own_bytes: how many of them this rank has written.
         gathered_bytes: how many of them home received from other disks.
+        reused_bytes: how many of them home did not receive or store, since its last checkpoint had them.
         phases_s: seconds spent in each step, by its name, on this rank.
         stall_s: seconds for which training stood still on this rank.
+        total_s: seconds from the beginning of the save to its end on this rank; as long as the stall, unless the save
+            was finished in the background.
         warnings: what the user should know although the checkpoint was committed.
     """
 
@@ -98,16 +112,20 @@ class SaveReport:
     bytes: int
     own_bytes: int
     gathered_bytes: int
+    reused_bytes: int
     phases_s: dict[str, float]
     stall_s: float
+    total_s: float
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.phases_s.items())
-        rate = self.bytes / 1e6 / max(self.stall_s, 1e-9)
+        rate = self.bytes / 1e6 / max(self.total_s, 1e-9)
+        reused = f", {self.reused_bytes / 1e6:.1f} MB reused" if self.reused_bytes else ""
         return (
             f"saved step {self.step} to {self.path}: {self.files} files, {self.bytes / 1e6:.1f} MB "
-            f"({self.gathered_bytes / 1e6:.1f} MB gathered), {self.stall_s:.2f} s stall ({rate:.0f} MB/s; {phases})"
+            f"({self.gathered_bytes / 1e6:.1f} MB gathered{reused}), {self.stall_s:.2f} s stall, "
+            f"{self.total_s:.2f} s in all ({rate:.0f} MB/s; {phases})"
         )
 
 
@@ -130,6 +148,26 @@ class _Clock:
         return time.perf_counter() - self.started
 
 
+@dataclass(frozen=True)
+class StagedCheckpoint:
+    """A checkpoint that every rank has written, and that is not committed yet.
+
+    Attributes:
+        step: the global step.
+        directory: this rank's staging directory.
+        staging: where this rank has put its files meanwhile.
+        rotation: what ``save_total_limit`` wants; asked on rank 0 when it had written.
+        stall_s: seconds from the beginning of the save up to here, on this rank.
+    """
+
+    step: int
+    directory: Path
+    staging: Staging
+    rotation: Rotation
+    stall_s: float
+    clock: _Clock
+
+
 def save_checkpoint(
     run: Run,
     *,
@@ -141,58 +179,108 @@ def save_checkpoint(
 ) -> SaveReport:
     """Save one checkpoint: it is committed as a whole on home, or nothing has changed; collective.
 
+    See :func:`stage_checkpoint` and :func:`commit_checkpoint`, which this calls one after the other.
+    """
+    staged = stage_checkpoint(run, step=step, write=write, rotation=rotation, expected=expected)
+    return commit_checkpoint(run, staged, show_progress=show_progress, is_stall=True)
+
+
+def stage_checkpoint(
+    run: Run,
+    *,
+    step: int,
+    write: Callable[[Path], None],
+    rotation: Callable[[], Rotation],
+    expected: Callable[[], ExpectedBytes] = ExpectedBytes,
+) -> StagedCheckpoint:
+    """The first half of a save: all ranks have written, and know it of each other; collective.
+
     Args:
         run: the run.
         step: the global step.
         write: writes this rank's files below the directory that it is given, which exists. Every rank enters it.
         rotation: asked on rank 0, after it has written, for what ``save_total_limit`` wants.
         expected: what this save will need at least.
-        show_progress: whether a bar may appear on home's leader.
 
     Raises:
         InsufficientSpaceError: a disk has too little room; nothing was written.
         CheckpointError: on every rank alike; what was committed before is as it was.
     """
     clock = _Clock()
-    staged = run.directory.layout.staging / run.next_name(str(step)) / checkpoint_name(step)
-    try:
+    directory = run.directory.layout.staging / run.next_name(str(step)) / checkpoint_name(step)
+    staging = Staging()
+    with _cleared_up_after(run, directory, lambda: staging):
         with clock.phase("prepare"):
-            _prepare(run, step, staged, expected)
+            staging = _prepare(run, step, directory, expected)
         with clock.phase("write"):
-            _write(run, staged, write)
+            wishes = _write(run, directory, staging, write, rotation)
+    return StagedCheckpoint(step, directory, staging, wishes, clock.elapsed_s(), clock)
+
+
+def commit_checkpoint(
+    run: Run, staged: StagedCheckpoint, *, show_progress: bool = False, is_stall: bool = False
+) -> SaveReport:
+    """The second half of a save: gather, seal, commit and rotate; collective.
+
+    Args:
+        run: the run; with another channel over the same ranks where this happens beside training.
+        staged: what :func:`stage_checkpoint` gave on this rank.
+        show_progress: whether a bar may appear on home's leader.
+        is_stall: whether training stands still until this returns.
+
+    Raises:
+        CheckpointError: on every rank alike; what was committed before is as it was.
+    """
+    clock, directory = staged.clock, staged.directory
+    with _cleared_up_after(run, directory, lambda: staged.staging):
+        if run.options.stages_elsewhere:
+            with clock.phase("bring"):
+                run.channel.together("bring files", lambda: staged.staging.bring(directory), place=directory)
         with clock.phase("list"):
-            listed = _list(run, staged)
-        with clock.phase("digest"):
-            entries = _digest(run, staged, listed)
+            contents = _list(run, directory)
+        with clock.phase("compare"):
+            comparison = _compare(run, directory, contents)
         with clock.phase("gather"):
-            chosen = choose_copies(entries, run.topology)
-            gathered_bytes = _gather(run, staged, chosen, show_progress=show_progress)
-        manifest = _manifest(run, step, chosen)
+            gathered = _gather(run, directory, contents, comparison, show_progress=show_progress)
+            chosen = choose_copies(gathered.entries)
+        manifest = _manifest(run, staged.step, chosen)
         with clock.phase("commit"):
-            decision = _commit(run, staged, manifest, rotation)
-    except BaseException as error:
-        _abandon(run, staged)
-        if isinstance(error, CheckpointError) and not isinstance(error, ENDS_THE_RUN):
-            _raise_if_superseded(run)
-        raise
+            decision = _commit(run, directory, manifest, comparison, contents, staged.rotation)
+    run.last.note(decision.manifest.files, run.directory.layout.checkpoint(staged.step) if run.is_home_leader else None)
     with clock.phase("rotate"):
-        warnings = decision.warnings + _finish(run, staged, decision, entries)
+        warnings = decision.warnings + _finish(run, directory, decision, gathered.entries)
+    staged.staging.clear()
+    total_s = clock.elapsed_s()
     report = SaveReport(
-        step=step,
-        path=run.directory.layout.checkpoint(step),
+        step=staged.step,
+        path=run.directory.layout.checkpoint(staged.step),
         files=len(manifest.files),
         bytes=manifest.total_bytes,
-        own_bytes=_own_bytes(run, entries),
-        gathered_bytes=gathered_bytes,
+        own_bytes=sum(e.size for e in gathered.entries[run.topology.domain].values() if e.rank == run.channel.rank),
+        gathered_bytes=gathered.received_bytes,
+        reused_bytes=decision.reused_bytes,
         phases_s=clock.phases_s,
-        stall_s=clock.elapsed_s(),
+        stall_s=total_s if is_stall else staged.stall_s,
+        total_s=total_s,
         warnings=warnings,
     )
     if run.is_home_leader:
         logger.info("%s", report)
         for warning in warnings:
-            logger.warning("checkpoint of step %d: %s", step, warning)
+            logger.warning("checkpoint of step %d: %s", staged.step, warning)
     return report
+
+
+@contextlib.contextmanager
+def _cleared_up_after(run: Run, directory: Path, staging: Callable[[], Staging]) -> Iterator[None]:
+    """Leave nothing of a save that fails in here, and say so where a newer run is why it failed."""
+    try:
+        yield
+    except BaseException as error:
+        _abandon(run, directory, staging())
+        if isinstance(error, CheckpointError) and not isinstance(error, ENDS_THE_RUN):
+            _raise_if_superseded(run)
+        raise
 
 
 def keep_only(run: Run, best: Callable[[], str | None]) -> None:
@@ -228,14 +316,32 @@ def keep_only(run: Run, best: Callable[[], str | None]) -> None:
 # --- the steps ---
 
 
-def _prepare(run: Run, step: int, staged: Path, expected: Callable[[], ExpectedBytes]) -> None:
-    """Make the staging directory, and put into it what others have written into the final place beforehand."""
+@dataclass(frozen=True)
+class _Entry:
+    """What a rank brings along into a save."""
+
+    step: int
+    expected: ExpectedBytes
+    memory: MemoryRoom | None
+
+
+def _prepare(run: Run, step: int, staged: Path, expected: Callable[[], ExpectedBytes]) -> Staging:
+    """Make the staging directory, and put into it what others have written into the final place beforehand.
+
+    Returns:
+        Where this rank puts its files: as the options say, unless its node has too little memory.
+    """
+
+    def enter() -> _Entry:
+        expectation = expected()
+        return _Entry(step, expectation, run.staging.room_for(expectation.own))
+
     # Once every rank has entered the save, whoever wrote there before calling it has done so.
-    entered = run.channel.together("enter", lambda: (step, expected()))
-    steps = sorted({other for other, _ in entered})
+    entered = run.channel.together("enter", enter)
+    steps = sorted({entry.step for entry in entered})
     if len(steps) > 1:
         raise CheckpointError(f"the ranks are at different steps ({steps}); nothing was saved")
-    expectations = [expectation for _, expectation in entered]
+    expectations = [entry.expected for entry in entered]
 
     def prepare() -> None:
         if run.topology.is_leader:
@@ -245,6 +351,8 @@ def _prepare(run: Run, step: int, staged: Path, expected: Callable[[], ExpectedB
             run.directory.carry_over(staged)
 
     run.channel.together("prepare", prepare, place=run.root)
+    own_node = [entry.memory for rank, entry in enumerate(entered) if run.topology.is_on_this_node(rank)]
+    return run.staging.admitted([room for room in own_node if room is not None])
 
 
 def _needed_bytes(run: Run, expectations: Sequence[ExpectedBytes]) -> int:
@@ -277,94 +385,186 @@ def require_space(run: Run, needed: int, what: str) -> None:
         )
 
 
-def _write(run: Run, staged: Path, write: Callable[[Path], None]) -> None:
-    """Let every rank write. Afterwards every rank has closed its files."""
+def _write(
+    run: Run, staged: Path, staging: Staging, write: Callable[[Path], None], rotation: Callable[[], Rotation]
+) -> Rotation:
+    """Let every rank write. Afterwards every rank has closed its files. Returns what rank 0 wants of the rotation."""
     # transformers 4.36 to 4.38 skip their own staging directory where the target is there and not empty.
-    marker = staged / f"{STAGING_MARKER_PREFIX}{run.channel.rank}"
+    name = f"{STAGING_MARKER_PREFIX}{run.channel.rank}"
 
-    def write_own() -> None:
+    def write_own() -> Rotation:
         run.wait_until_visible(staged)
-        marker.touch()
-        try:
-            with patient_groups():
-                write(staged)
-        finally:
-            marker.unlink(missing_ok=True)
+        with staging.writing(staged) as directory:
+            marker = directory / name
+            marker.touch()
+            try:
+                with patient_groups():
+                    write(directory)
+            finally:
+                marker.unlink(missing_ok=True)
+        return rotation() if run.channel.rank == 0 else Rotation()
 
-    run.channel.together("write", write_own, place=staged)
+    return run.channel.together("write", write_own, place=staged)[0]
 
 
-def _list(run: Run, staged: Path) -> list[dict[str, FileStat]]:
+@dataclass(frozen=True)
+class _Contents:
+    """What lies in staging, the same on every rank.
+
+    Attributes:
+        files: by domain, every file that its disk has, as its writer's node sees it; home first.
+        owners: for each path, the domain whose copy counts, which is the first that has one.
+        contested: paths of which several domains have a copy.
+        intact: files of home's last checkpoint that are still as they were.
+    """
+
+    files: Mapping[Domain, Mapping[str, FileStat]]
+    owners: Mapping[str, Domain]
+    contested: frozenset[str]
+    intact: frozenset[str]
+
+    @classmethod
+    def of(cls, files: Mapping[Domain, Mapping[str, FileStat]], intact: frozenset[str]) -> _Contents:
+        owners = {path: domain for domain in reversed(list(files)) for path in files[domain]}
+        copies = Counter(path for on_disk in files.values() for path in on_disk)
+        return cls(files, owners, frozenset(path for path, count in copies.items() if count > 1), intact)
+
+    def owned(self, domain: Domain) -> dict[str, FileStat]:
+        """The files whose copy in ``domain`` counts."""
+        return {path: info for path, info in self.files[domain].items() if self.owners[path] == domain}
+
+
+def _list(run: Run, staged: Path) -> _Contents:
     """What each node sees in staging: its own files for certain, those of others perhaps not yet."""
 
-    def list_own_node() -> dict[str, FileStat]:
+    def list_own_node() -> tuple[dict[str, FileStat], frozenset[str]]:
         if not run.topology.is_lister():
-            return {}
+            return {}, frozenset()
         # A manifest that is there already came with files that were copied from another checkpoint.
-        return {path: found for path, found in list_files(staged).items() if path != MANIFEST_NAME}
+        files = {path: found for path, found in list_files(staged).items() if path != MANIFEST_NAME}
+        may_link = run.is_home_leader and run.directory.renames_whole
+        return files, run.last.intact() if may_link else frozenset()
 
     listed = run.channel.together("list files", list_own_node)
-    for path in (path for listing in listed for path in listing):
+    seen = [files for files, _ in listed]
+    for path in (path for files in seen for path in files):
         check_relative_path(path)  # another rank's names are not to be trusted
-    return listed
+    by_domain = {domain: _as_written(seen, run.topology, domain) for domain in run.topology.domains}
+    return _Contents.of(by_domain, listed[run.topology.home.leader][1])
 
 
-def _digest(run: Run, staged: Path, listed: Sequence[dict[str, FileStat]]) -> list[dict[str, FileEntry]]:
-    """Fsync every file on every node of its domain and digest it once; returns each rank's share of entries.
+@dataclass(frozen=True)
+class _Comparison:
+    """Which files home's last checkpoint has.
+
+    Attributes:
+        reused: those of other disks that need not be sent.
+        rounds: the digests that were taken for it, by rank; none if there was nothing to compare.
+    """
+
+    reused: frozenset[str] = frozenset()
+    rounds: tuple[Sequence[Digests], ...] = ()
+
+
+def _compare(run: Run, staged: Path, contents: _Contents) -> _Comparison:
+    """Find out which files of other disks home's last checkpoint has; no step at all where none can be."""
+    candidates = {domain: run.last.candidates(contents.owned(domain), contents.intact) for domain in run.other_domains}
+    if not any(candidates.values()):
+        return _Comparison()
+    own = candidates.get(run.topology.domain, {})
+    found = run.channel.together("compare with the last checkpoint", lambda: _digest(run, staged, own), place=staged)
+    entries = [entry for domain, files in candidates.items() for entry in _entries(files, domain, found).values()]
+    return _Comparison(frozenset(entry.path for entry in entries if run.last.has(entry)), (found,))
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """What a gather came to.
+
+    Attributes:
+        entries: by domain, the files that its disk has, each with its digest.
+        received_bytes: how much has come to home.
+    """
+
+    entries: Entries
+    received_bytes: int
+
+
+def _gather(run: Run, staged: Path, contents: _Contents, comparison: _Comparison, *, show_progress: bool) -> _Gathered:
+    """Bring to home what it lacks, and make every file of every disk durable, with its digest.
+
+    What is sent is digested in passing, on both ends. Beside that, each rank does its share of what stays.
+    """
+    shipments: list[Shipment] = []
+    for domain in run.other_domains:
+        lacking = {path: info for path, info in contents.owned(domain).items() if path not in comparison.reused}
+        shipments += plan_shipments(lacking, source=domain, destination=run.topology.home)
+    own = contents.files[run.topology.domain]
+    to_digest = own if run.topology.is_home else {path: own[path] for path in own if path in contents.contested}
+
+    def gather() -> tuple[Digests, int]:
+        for shipment in shipments:
+            if shipment.source == run.channel.rank:
+                _wait_for_size(run, staged / shipment.path, shipment.size)
+        if run.is_home_leader:
+            for path in sorted(comparison.reused):
+                run.last.take_over(path, staged)
+        with ThreadPoolExecutor(1, "safe_trainer digest") as beside:
+            local = beside.submit(_make_durable, run, staged, own, to_digest)
+            with _bar(run, f"gather {staged.name}", shipments, show_progress) as bar:
+                shipped = ship(run.channel, shipments, source_root=staged, destination_root=staged, progress=bar.update)
+            return united([local.result(), shipped.digests]), shipped.received_bytes
+
+    results = run.channel.together("gather", gather, place=staged)
+    rounds = (*comparison.rounds, [digests for digests, _ in results])
+    entries = {domain: _entries(files, domain, *rounds) for domain, files in contents.files.items()}
+    return _Gathered(entries, sum(received for _, received in results))
+
+
+def _bar(run: Run, text: str, shipments: Sequence[Shipment], show_progress: bool) -> tqdm[Any]:
+    return tqdm(
+        total=bytes_by_destination(shipments).get(run.channel.rank, 0),
+        desc=text,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        delay=BAR_DELAY_S,
+        leave=False,
+        disable=not (show_progress and shipments and run.is_home_leader),
+    )
+
+
+def _make_durable(run: Run, staged: Path, files: Mapping[str, FileStat], to_digest: Mapping[str, FileStat]) -> Digests:
+    """This rank's share of its disk's work: fsync all files, and digest those that are not sent.
 
     Only the host that wrote a file can flush it on a network file system, and who that was is not certain, so each
     node fsyncs all of its domain's files; where there is nothing to flush that costs next to nothing.
     """
-    topology = run.topology
-    files = _as_written(listed, topology)
-    peers = topology.node_peers(run.channel.rank)
-    to_sync = [path for index, path in enumerate(files) if peers[index % len(peers)] == run.channel.rank]
-    digesters = _spread(files, topology)
-
-    def digest_own() -> dict[str, FileEntry]:
-        for path in to_sync:
+    peers = run.topology.node_peers(run.channel.rank)
+    own = [path for index, path in enumerate(files) if peers[index % len(peers)] == run.channel.rank]
+    try:
+        for path in own:
             _wait_for_size(run, staged / path, files[path].size)
-            fsync_file(staged / path)
-        entries = {}
-        for path, digester in digesters.items():
-            if digester == run.channel.rank:
-                _wait_for_size(run, staged / path, files[path].size)
-                entries[path] = FileEntry(
-                    path=path,
-                    size=files[path].size,
-                    digest=digest_file(staged / path),
-                    rank=writing_rank(path, topology.domain),
-                    mode=files[path].mode,
-                )
-        return entries
-
-    return run.channel.together("digest", digest_own, place=staged)
+            if files[path].size >= MIN_WRITEBACK_BYTES:
+                start_writeback_of(staged / path)  # it goes on while digests are taken
+        digests = _digest(run, staged, to_digest)
+        with ThreadPoolExecutor(FSYNC_THREADS, "safe_trainer fsync") as pool:
+            list(pool.map(lambda path: fsync_file(staged / path), own))
+        return digests
+    except Exception as error:
+        run.channel.tell(error)  # the others may be busy sending for a long time
+        raise
 
 
-def _gather(run: Run, staged: Path, chosen: Sequence[FileEntry], *, show_progress: bool) -> int:
-    """Bring to home what it lacks; returns the number of bytes that home received."""
-    shipments: list[Shipment] = []
-    for domain in run.other_domains:
-        owned = [entry for entry in chosen if run.topology.domain_of(entry.rank) == domain]
-        shipments += plan_shipments(owned, source=domain, destination=run.topology.home)
-    if not shipments:
-        return 0
-    own_bytes = total_bytes_by_destination(shipments).get(run.channel.rank, 0)
-
-    def receive() -> int:
-        with tqdm(
-            total=own_bytes,
-            desc=f"gather {staged.name}",
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            delay=BAR_DELAY_S,
-            leave=False,
-            disable=not (show_progress and run.is_home_leader),
-        ) as bar:
-            return ship(run.channel, shipments, source_root=staged, destination_root=staged, progress=bar.update)
-
-    return sum(run.channel.together("gather", receive, place=staged))
+def _digest(run: Run, staged: Path, files: Mapping[str, FileStat]) -> Digests:
+    """The digests of this rank's share of its domain's ``files``."""
+    digests: Digests = {}
+    for stretch in _spread(files, run.topology):
+        if stretch.rank == run.channel.rank:
+            _wait_for_size(run, staged / stretch.path, files[stretch.path].size)
+            found = digest_blocks(staged / stretch.path, offset=stretch.offset, length=stretch.length)
+            digests.setdefault(stretch.path, {}).update(found)
+    return digests
 
 
 @dataclass(frozen=True)
@@ -373,26 +573,33 @@ class _Decision:
 
     Attributes:
         kept: the steps that home has after rotating; None where there is no limit, or rotating failed.
+        reused_bytes: how much of it was taken over from the last checkpoint.
     """
 
     manifest: Manifest
     kept: tuple[int, ...] | None
+    reused_bytes: int
     warnings: tuple[str, ...]
 
 
-def _commit(run: Run, staged: Path, manifest: Manifest, wishes: Callable[[], Rotation]) -> _Decision:
+def _commit(
+    run: Run, staged: Path, manifest: Manifest, comparison: _Comparison, contents: _Contents, rotation: Rotation
+) -> _Decision:
     """Seal and rename on home, then rotate there; returns home's decision to every rank."""
 
     def commit() -> _Decision | None:
         if not run.is_home_leader:
             return None
         noted = dataclasses.replace(manifest, warnings=_content_warnings(staged, manifest))
+        same = [entry for entry in manifest.files if entry.path in contents.intact and run.last.has(entry)]
+        for entry in same:
+            if entry.path not in comparison.reused:
+                run.last.replace(entry.path, staged)
         noted.write(staged)
-        rotation = wishes()
         with run.directory.lock():
             run.directory.commit(staged)
             kept, problems = _rotate(run, staged, rotation)
-        return _Decision(noted, kept, noted.warnings + problems)
+        return _Decision(noted, kept, sum(entry.size for entry in same), noted.warnings + problems)
 
     decision = run.channel.together("commit", commit, place=staged)[run.topology.home.leader]
     if decision is None:
@@ -414,7 +621,7 @@ def _rotate(run: Run, staged: Path, rotation: Rotation) -> tuple[tuple[int, ...]
         return None, (f"the checkpoint was committed, but clearing up after it failed: {error!r}",)
 
 
-def _finish(run: Run, staged: Path, decision: _Decision, entries: Sequence[dict[str, FileEntry]]) -> tuple[str, ...]:
+def _finish(run: Run, staged: Path, decision: _Decision, entries: Entries) -> tuple[str, ...]:
     """Do on the other disks what the options say, and delete what was removed; failures here are warnings."""
     if run.other_domains and run.options.local_copies == "full":
         problem = _complete_local_copies(run, staged, decision.manifest, entries)
@@ -423,9 +630,7 @@ def _finish(run: Run, staged: Path, decision: _Decision, entries: Sequence[dict[
     return _finish_own(run, staged, decision, entries, drop=run.options.local_copies == "drop")
 
 
-def _finish_own(
-    run: Run, staged: Path, decision: _Decision, entries: Sequence[dict[str, FileEntry]], *, drop: bool
-) -> tuple[str, ...]:
+def _finish_own(run: Run, staged: Path, decision: _Decision, entries: Entries, *, drop: bool) -> tuple[str, ...]:
     def finish() -> str | None:
         if not run.topology.is_leader:
             return None
@@ -440,13 +645,11 @@ def _finish_own(
     return tuple(warning for warning in run.channel.together("rotate", finish) if warning is not None)
 
 
-def _settle_local_copy(
-    run: Run, staged: Path, decision: _Decision, entries: Sequence[dict[str, FileEntry]], *, drop: bool
-) -> None:
+def _settle_local_copy(run: Run, staged: Path, decision: _Decision, entries: Entries, *, drop: bool) -> None:
     manifest = decision.manifest
     final = run.directory.layout.checkpoint(manifest.step)
     if run.options.local_copies == "keep":
-        manifest = manifest.part(_as_committed(_merge(entries, run.topology.domain), manifest))
+        manifest = manifest.part(_as_committed(entries[run.topology.domain], manifest))
         drop = drop or not manifest.files
     with run.directory.lock():
         run.directory.check_generation()
@@ -462,32 +665,34 @@ def _settle_local_copy(
             run.directory.remove_checkpoints(stale_steps(run.root, decision.kept))
 
 
-def _complete_local_copies(
-    run: Run, staged: Path, manifest: Manifest, entries: Sequence[dict[str, FileEntry]]
-) -> str | None:
+def _complete_local_copies(run: Run, staged: Path, manifest: Manifest, entries: Entries) -> str | None:
     """Send what the other disks lack from home's committed checkpoint; returns what went wrong, if anything."""
     shipments: list[Shipment] = []
+    lacking = {}
     for domain in run.other_domains:
-        present = _as_committed(_merge(entries, domain), manifest)
-        lacking = [entry for entry in manifest.files if entry.path not in present]
-        shipments += plan_shipments(lacking, source=run.topology.home, destination=domain)
+        present = _as_committed(entries[domain], manifest)
+        lacking[domain] = [entry for entry in manifest.files if entry.path not in present]
+        files = {entry.path: entry.stat for entry in lacking[domain]}
+        shipments += plan_shipments(files, source=run.topology.home, destination=domain)
 
     def make_room() -> None:
         # What a node wrote in its own way (its own trainer state, say) gives way to home's copy.
         if run.topology.is_leader and not run.topology.is_home:
-            present = _as_committed(_merge(entries, run.topology.domain), manifest)
+            present = _as_committed(entries[run.topology.domain], manifest)
             for path in set(list_files(staged)) - present:
                 (staged / path).unlink()
 
-    def receive() -> int:
+    def receive() -> Digests:
         source = run.directory.layout.checkpoint(manifest.step)
         if run.topology.is_home:
             run.wait_until_visible(source)
-        return ship(run.channel, shipments, source_root=source, destination_root=staged)
+        return ship(run.channel, shipments, source_root=source, destination_root=staged).digests
 
     try:
         run.channel.together("make local copies", make_room)
-        run.channel.together("make local copies", receive)
+        received = run.channel.together("make local copies", receive)
+        for domain, expected in lacking.items():
+            check_arrival(expected, domain, received)
     except CheckpointError as error:
         return f"the local copies could not be completed and were dropped: {error}"
     return None
@@ -503,8 +708,9 @@ def _raise_if_superseded(run: Run) -> None:
     run.channel.together("look who runs here", check)
 
 
-def _abandon(run: Run, staged: Path) -> None:
+def _abandon(run: Run, staged: Path, staging: Staging) -> None:
     """Throw the staging directory away after a failure; whatever goes wrong here must not hide its cause."""
+    staging.clear()
     if not run.topology.is_leader:
         return
     try:
@@ -532,27 +738,19 @@ def writing_rank(path: str, domain: Domain) -> int:
     return domain.leader
 
 
-def _own_bytes(run: Run, entries: Sequence[dict[str, FileEntry]]) -> int:
-    own = _merge(entries, run.topology.domain).values()
-    return sum(entry.size for entry in own if entry.rank == run.channel.rank)
-
-
-def choose_copies(entries: Sequence[dict[str, FileEntry]], topology: Topology) -> tuple[FileEntry, ...]:
+def choose_copies(entries: Entries) -> tuple[FileEntry, ...]:
     """One copy of every path over all domains, home's first.
 
     Args:
-        entries: by rank, its share of its domain's files.
-        topology: who is where.
+        entries: by domain, home first, the files on its disk.
 
     Raises:
         CheckpointError: two domains have one path with different content, and it is none that stock writes on every
             node.
-        UnsafePathError: a path leaves the checkpoint.
     """
     chosen: dict[str, FileEntry] = {}
-    for domain in topology.domains:
-        for path, entry in _merge(entries, domain).items():
-            check_relative_path(path)
+    for on_disk in entries.values():
+        for path, entry in on_disk.items():
             first = chosen.setdefault(path, entry)
             if not first.same_content(entry) and not _WRITTEN_ON_EVERY_NODE.fullmatch(path):
                 raise CheckpointError(
@@ -563,41 +761,81 @@ def choose_copies(entries: Sequence[dict[str, FileEntry]], topology: Topology) -
     return tuple(chosen[path] for path in sorted(chosen))
 
 
-def _merge(by_rank: Sequence[dict[str, T]], domain: Domain) -> dict[str, T]:
-    merged: dict[str, T] = {}
+def _entries(files: Mapping[str, FileStat], domain: Domain, *rounds: Sequence[Digests]) -> dict[str, FileEntry]:
+    """The files of a domain with the digests that its ranks have taken, in one or more rounds, each by rank.
+
+    Raises:
+        CheckpointError: a file, or a part of it, has not been digested.
+    """
+    digests = united(found[rank] for found in rounds for rank in domain.ranks)
+    return {
+        path: FileEntry(path, info.size, combine(digests.get(path, {})), writing_rank(path, domain), info.mode)
+        for path, info in files.items()
+    }
+
+
+def check_arrival(expected: Iterable[FileEntry], domain: Domain, received: Sequence[Digests]) -> None:
+    """Make sure that what has come to a domain is what was meant to come.
+
+    Args:
+        expected: what was sent there.
+        received: what every rank has received, by rank.
+
+    Raises:
+        CheckpointError: a file has another content.
+    """
+    digests = united(received[rank] for rank in domain.ranks)
+    for entry in expected:
+        if combine(digests.get(entry.path, {})) != entry.digest:
+            raise CheckpointError(f"{entry.path} has other content than when it was saved (digest differs)")
+
+
+def _as_written(listed: Sequence[Mapping[str, FileStat]], topology: Topology, domain: Domain) -> dict[str, FileStat]:
+    """The files of a domain, each as its writer's node sees it: other nodes' caches may lag behind."""
+    files: dict[str, FileStat] = {}
     for rank in domain.ranks:
-        merged.update(by_rank[rank])
-    return dict(sorted(merged.items()))
-
-
-def _as_written(listed: Sequence[dict[str, FileStat]], topology: Topology) -> dict[str, FileStat]:
-    """The files of this rank's domain, each as its writer's node sees it: other nodes' caches may lag behind."""
-    files = _merge(listed, topology.domain)
+        files.update(listed[rank])
     for path in files:
-        writers_node = listed[topology.node_peers(writing_rank(path, topology.domain))[0]]
+        writers_node = listed[topology.node_peers(writing_rank(path, domain))[0]]
         files[path] = writers_node.get(path, files[path])
-    return files
+    return dict(sorted(files.items()))
 
 
-def _as_committed(own: dict[str, FileEntry], manifest: Manifest) -> set[str]:
+def _as_committed(own: Mapping[str, FileEntry], manifest: Manifest) -> set[str]:
     """The paths among ``own`` whose content is what was committed."""
     committed = manifest.by_path()
     return {path for path, entry in own.items() if path in committed and committed[path].same_content(entry)}
 
 
-def _spread(files: dict[str, FileStat], topology: Topology) -> dict[str, int]:
-    """Who digests which file: its writer, whose memory still holds it, or one of the leader's node, evenly by size."""
+class _Stretch(NamedTuple):
+    """A part of a file, in whole blocks, and who digests it."""
+
+    path: str
+    offset: int
+    length: int
+    rank: int
+
+
+def _spread(files: Mapping[str, FileStat], topology: Topology) -> list[_Stretch]:
+    """Who digests what of this rank's domain: a file's writer, whose memory still holds it, or where a file says
+    nothing of its writer, the ranks of the leader's node, each as many bytes."""
     domain = topology.domain
     load = dict.fromkeys(topology.node_peers(domain.leader), 0)
-    digesters = {}
+    stretches = []
     for path, info in sorted(files.items(), key=lambda item: -item[1].size):
         writer = writing_rank(path, domain)
-        if writer == domain.leader:
-            writer = min(load, key=lambda rank: (load[rank], rank))
-        if writer in load:
-            load[writer] += info.size
-        digesters[path] = writer
-    return digesters
+        if writer != domain.leader:
+            stretches.append(_Stretch(path, 0, info.size, writer))
+            if writer in load:
+                load[writer] += info.size
+            continue
+        share = whole_blocks(-(-info.size // len(load)))
+        for offset in range(0, max(info.size, 1), share):
+            rank = min(load, key=lambda rank: (load[rank], rank))
+            length = min(share, info.size - offset)
+            stretches.append(_Stretch(path, offset, length, rank))
+            load[rank] += length
+    return stretches
 
 
 def _wait_for_size(run: Run, path: Path, size: int) -> None:

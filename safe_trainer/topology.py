@@ -84,6 +84,10 @@ class Topology:
         """The ranks on ``rank``'s node that are in its domain, itself included."""
         return tuple(peer for peer in self.domain_of(rank).ranks if self.nodes[peer] == self.nodes[rank])
 
+    def is_on_this_node(self, rank: int) -> bool:
+        """Whether ``rank`` runs on the same node as this one."""
+        return self.nodes[rank] == self.nodes[self.rank]
+
     def is_lister(self) -> bool:
         """Whether this rank is the lowest of its node in its domain: it lists files for the others there."""
         return self.node_peers(self.rank)[0] == self.rank

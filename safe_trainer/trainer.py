@@ -7,11 +7,15 @@ The mixin goes before a Trainer class in the bases. It lets that class's ``_save
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
+import itertools
 import json
 import logging
 import os
 import signal
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,8 +23,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from safe_trainer.agreement import Agreement
+from safe_trainer.background import PendingSave
 from safe_trainer.channel import Channel
-from safe_trainer.errors import ENDS_THE_RUN, CheckpointError, IncompleteCheckpointError, OptionError
+from safe_trainer.errors import (
+    ENDS_THE_RUN,
+    CheckpointError,
+    IncompleteCheckpointError,
+    OptionError,
+    ProcessGroupLostError,
+)
 from safe_trainer.layout import MANIFEST_NAME, TRAINER_STATE_NAME, checkpoint_name, checkpoint_step, list_checkpoints
 from safe_trainer.options import CheckpointOptions
 from safe_trainer.preemption import Preemption
@@ -35,7 +47,14 @@ from safe_trainer.resume import (
 )
 from safe_trainer.rotation import Rotation
 from safe_trainer.run import Run, open_run
-from safe_trainer.save import ExpectedBytes, SaveReport, keep_only, save_checkpoint
+from safe_trainer.save import (
+    ExpectedBytes,
+    SaveReport,
+    StagedCheckpoint,
+    commit_checkpoint,
+    keep_only,
+    stage_checkpoint,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -46,7 +65,29 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 FAILED_SAVES = "checkpoint/failed_saves"
+_saves = itertools.count()
 _PACKAGES = ("safe_trainer", "transformers", "accelerate", "torch", "deepspeed", "peft", "trl")
+
+
+@dataclass
+class _Unsettled:
+    """A save that training has not heard the end of.
+
+    Attributes:
+        save: the save.
+        over: on which step all ranks hear of its end, unless something makes them wait for it before.
+        state: the trainer's state as it was saved.
+        best_before: ``state.best_model_checkpoint`` before the save.
+        trial: of a hyperparameter search.
+        pushes: checkpoints to upload when it has been committed.
+    """
+
+    save: PendingSave
+    over: Agreement
+    state: TrainerState
+    best_before: str | None
+    trial: Any
+    pushes: list[str]
 
 
 class SafeCheckpointMixin(_TrainerBase):
@@ -71,6 +112,9 @@ class SafeCheckpointMixin(_TrainerBase):
         self.last_save: SaveReport | None = None
         self.failed_saves = 0
         self._safe_channel: Channel | None = None
+        # For what goes on beside training: collectives of two threads must not meet in one group.
+        self._safe_background_channel: Channel | None = None
+        self._safe_unsettled: _Unsettled | None = None
         self._safe_run: Run | None = None
         self._safe_lineage = Rotation()
         self._safe_saved_steps: set[int] = set()
@@ -114,7 +158,7 @@ class SafeCheckpointMixin(_TrainerBase):
         self._safe_run = self._open_run(trial)
         path = self._find_checkpoint(self._safe_run, wanted)
         self._safe_is_preempted = False
-        with Preemption(self._safe_run.channel, signals) as self._safe_preemption:
+        with Preemption(self._safe_run.channel, signals) as self._safe_preemption, self._pending_save_is_waited_for():
             output = super().train(path, *args, **kwargs)
         if self._safe_is_preempted:
             code = self._safe_preemption.exit_code
@@ -174,10 +218,9 @@ class SafeCheckpointMixin(_TrainerBase):
         the trial.
         """
         if self._safe_channel is None:
-            self._safe_channel = Channel.open(
-                timeout_s=self.checkpoint_options.timeout_s,
-                waits_for_slow=self.checkpoint_options.on_error == "continue",
-            )
+            self._safe_channel = self._open_channel()
+            if self.checkpoint_options.background:
+                self._safe_background_channel = self._open_channel()
         self._warn_where_ranks_are_mistaken(self._safe_channel)
         own = os.path.relpath(super()._get_output_dir(trial), self.args.output_dir)
         relative = self._safe_channel.together("agree on the run directory", lambda: own)[0]
@@ -186,6 +229,12 @@ class SafeCheckpointMixin(_TrainerBase):
             channel=self._safe_channel,
             options=self.checkpoint_options,
             saved_by=_versions(),
+        )
+
+    def _open_channel(self) -> Channel:
+        return Channel.open(
+            timeout_s=self.checkpoint_options.timeout_s,
+            waits_for_slow=self.checkpoint_options.on_error == "continue",
         )
 
     def _warn_where_ranks_are_mistaken(self, channel: Channel) -> None:
@@ -252,7 +301,7 @@ class SafeCheckpointMixin(_TrainerBase):
         run = self._safe_run
         if run is None:
             return
-        self._safe_best_so_far = self._best_metric()
+        self._safe_best_so_far = _best_metric(self.state)
         steps = run.channel.together("compare the ranks' steps", lambda: self.state.global_step)
         if len(set(steps)) > 1:
             listing = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
@@ -271,7 +320,13 @@ class SafeCheckpointMixin(_TrainerBase):
 
     # --- saving ---
 
+    @property
+    def pending_save(self) -> PendingSave | None:
+        """The save that is being finished beside training, with ``done()`` and ``wait()``; None where there is none."""
+        return None if self._safe_unsettled is None else self._safe_unsettled.save
+
     def _save_checkpoint(self, model: Any, trial: Any = None, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self._settle_pending_save()
         if self._safe_run is None:
             self._safe_run = self._open_run(trial)
         run = self._safe_run
@@ -289,52 +344,111 @@ class SafeCheckpointMixin(_TrainerBase):
 
         self._let_on_save_pass()
         try:
-            self.last_save = save_checkpoint(
+            staged = stage_checkpoint(
                 run,
                 step=self.state.global_step,
                 write=write,
                 rotation=self._rotation,
                 expected=self._expected_bytes,
-                show_progress=not self.args.disable_tqdm,
             )
+            pushes, self._safe_deferred_pushes = self._safe_deferred_pushes, []
+            if self.checkpoint_options.background:
+                self._commit_in_background(run, staged, best_before, trial, pushes)
+                return
+            report = commit_checkpoint(run, staged, show_progress=not self.args.disable_tqdm, is_stall=True)
         except BaseException as error:
-            self._forget_failed_save(best_before)
-            may_go_on = isinstance(error, CheckpointError) and not isinstance(error, ENDS_THE_RUN)
-            if not may_go_on or self.checkpoint_options.on_error == "raise":
-                raise
-            self._go_on_without(error)
+            self._after_failed_save(error, self.state.global_step, best_before)
+            self._hold_on_save_back()
             return
-        self._safe_best_so_far = self._best_metric()
+        self._after_save(run, report, self.state, trial, pushes)
+
+    def _commit_in_background(
+        self, run: Run, staged: StagedCheckpoint, best_before: str | None, trial: Any, pushes: list[str]
+    ) -> None:
+        """Let training go on. Callbacks get ``on_save`` when this save is settled."""
+        channel = self._safe_background_channel or run.channel
+        beside = dataclasses.replace(run, channel=channel)
+        over = Agreement(run.channel, f"saved/{next(_saves)}")
+        state = copy.copy(self.state)
+        state.log_history = list(state.log_history)
+        save = PendingSave(
+            staged.step,
+            lambda: commit_checkpoint(beside, staged),
+            on_end=lambda: over.announce("over"),
+        )
+        self._safe_unsettled = _Unsettled(save, over, state, best_before, trial, pushes)
+        self._hold_on_save_back()
+
+    def _settle_pending_save(self) -> None:
+        """Wait for the save under way, if there is one, and do what comes after a save; every rank calls it alike."""
+        pending = self._safe_unsettled
+        if pending is None:
+            return
+        error = pending.save.error()
+        pending.over.close()
+        self._safe_unsettled = None
+        if error is not None:
+            self._after_failed_save(error, pending.save.step, pending.best_before)
+            return
+        self._after_save(cast(Run, self._safe_run), pending.save.wait(), pending.state, pending.trial, pending.pushes)
+        control, handler = self.control, self.callback_handler
+        should_save = control.should_save  # for the present step, decided before; on_save of the handler takes it back
+        type(handler).on_save(handler, self.args, pending.state, control)
+        control.should_save = should_save or control.should_save
+
+    def _settle_where_agreed(self) -> None:
+        pending = self._safe_unsettled
+        if pending is not None and pending.over.is_reached(self.state.global_step):
+            self._settle_pending_save()
+
+    @contextlib.contextmanager
+    def _pending_save_is_waited_for(self) -> Iterator[None]:
+        """An error of training cuts no save short; where the save knows better what has happened, it says so."""
+        try:
+            yield
+        except BaseException as error:
+            pending, self._safe_unsettled = self._safe_unsettled, None
+            if pending is not None:
+                failure = pending.save.error()
+                pending.over.close()
+                if isinstance(failure, ProcessGroupLostError):
+                    raise failure from error
+                if failure is not None:
+                    logger.error("The checkpoint of step %d was NOT saved: %s", pending.save.step, failure)
+                else:
+                    self.last_save = pending.save.wait()
+            raise
+
+    def _after_save(self, run: Run, report: SaveReport, state: TrainerState, trial: Any, pushes: list[str]) -> None:
+        self.last_save = report
+        self._safe_best_so_far = _best_metric(state)
         # Every rank has left the point at which it read what was delivered for resuming.
         clear_deliveries(run)
-        while self._safe_deferred_pushes:
-            super()._push_from_checkpoint(self._final_path(Path(self._safe_deferred_pushes.pop(0)).name, trial))
+        for folder in pushes:
+            super()._push_from_checkpoint(self._final_path(Path(folder).name, trial))
 
-    def _forget_failed_save(self, best_before: str | None) -> None:
-        """Only a committed checkpoint is the best one."""
+    def _after_failed_save(self, error: BaseException, step: int, best_before: str | None) -> None:
+        """Go on without that save where the options say so, else raise ``error``. Only a committed checkpoint is the
+        best one."""
         self.state.best_model_checkpoint = best_before
         self._safe_deferred_pushes.clear()
-        is_new_best = getattr(self.state, "best_global_step", None) in (None, self.state.global_step)
-        if is_new_best:
+        if getattr(self.state, "best_global_step", None) in (None, step):
             self.state.best_metric, best_step = self._safe_best_so_far
             if hasattr(self.state, "best_global_step"):  # transformers 4.50 and newer
                 self.state.best_global_step = best_step
-
-    def _best_metric(self) -> tuple[float | None, int | None]:
-        return self.state.best_metric, getattr(self.state, "best_global_step", None)
-
-    def _go_on_without(self, error: BaseException) -> None:
+        may_go_on = isinstance(error, CheckpointError) and not isinstance(error, ENDS_THE_RUN)
+        if not may_go_on or self.checkpoint_options.on_error == "raise":
+            raise error
         self.failed_saves += 1
         if self.args.process_index == 0:
             logger.error(
                 "The checkpoint of step %d was NOT saved (failure %d; on_error='continue'): %s. Training goes on; the "
                 "next save tries again. What was committed before is unchanged.",
-                self.state.global_step,
+                step,
                 self.failed_saves,
                 error,
             )
         self.log({FAILED_SAVES: float(self.failed_saves)})
-        self._hold_on_save_back()
 
     def _hold_on_save_back(self) -> None:
         """The Trainer class calls ``on_save`` although nothing was saved; callbacks must not look for a checkpoint."""
@@ -428,6 +542,7 @@ class SafeCheckpointMixin(_TrainerBase):
 
     def _load_best_model(self) -> None:
         """As stock, with the best checkpoint on every node first: all ranks load it, or none."""
+        self._settle_pending_save()
         if self._safe_is_preempted:
             return
         run = self._safe_run
@@ -449,6 +564,7 @@ class SafeCheckpointMixin(_TrainerBase):
 
     def _remove_all_but_best(self) -> None:
         """What stock does when training ends with ``save_total_limit=1``, in one step each and on every disk."""
+        self._settle_pending_save()
         if self._safe_is_preempted:
             # Training has not ended: what was just saved must stay. Stock deletes nothing where there is no best one.
             self.state.best_model_checkpoint = None
@@ -456,10 +572,13 @@ class SafeCheckpointMixin(_TrainerBase):
             keep_only(self._safe_run, lambda: self.state.best_model_checkpoint)
 
     def _end_run(self) -> None:
+        self._settle_pending_save()
         if self._safe_run is not None and not self._safe_run.channel.is_lost:
             run = self._safe_run
             run.channel.together("end", lambda: clear_deliveries(run))
             run.channel.rest()
+            if self._safe_background_channel is not None:
+                self._safe_background_channel.rest()
 
     def _stop_where_agreed(self, control: TrainerControl) -> None:
         """After a signal, save and stop at the step on which all ranks agree."""
@@ -486,6 +605,7 @@ class _RunCallback(TrainerCallback):
         self._trainer._check_resumed_state()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer._settle_where_agreed()
         self._trainer._stop_where_agreed(control)
 
     def on_epoch_end(
@@ -546,6 +666,10 @@ def _set_up_logging(args: TrainingArguments) -> None:
         handler.setFormatter(logging.Formatter("[%(levelname)s|safe_trainer] %(message)s"))
         package.addHandler(handler)
         package.propagate = False
+
+
+def _best_metric(state: TrainerState) -> tuple[float | None, int | None]:
+    return state.best_metric, getattr(state, "best_global_step", None)
 
 
 def _local_bytes(tensors: Iterable[Any]) -> int:

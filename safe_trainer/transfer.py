@@ -1,57 +1,100 @@
-"""Files from rank to rank, in chunks of bounded size, digested on both ends.
+"""Files from rank to rank: over several lanes, large files split, small ones packed, digested in passing.
 
-A plan is a list of :class:`Shipment`, the same on every rank. Each pair of sender and receiver is a lane; lanes run
-side by side. Ranks work through the plan in its order, so no two of them ever wait for each other in a circle.
+A plan is a list of :class:`Shipment`, the same on every rank. Each pair of sender and receiver is a lane, and what goes
+over a lane is one stream of bytes: the lane's shipments one after another, cut into chunks without regard to where a
+file ends. Lanes run side by side. Ranks work through their lanes in the plan's order, so no two of them ever wait for
+each other in a circle.
+
+Both ends read or write one chunk while another is on the wire, and take the digests as the bytes pass. After the last
+chunk the sender tells its digests, and the receiver compares.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import xxhash
 
 from safe_trainer.channel import Channel
-from safe_trainer.disk import naming
+from safe_trainer.digest import DIGEST_BYTES, BlockDigester, Digests, block_count, united, whole_blocks
+from safe_trainer.disk import naming, preallocate, preallocates, start_writeback
 from safe_trainer.errors import CheckpointError, ConsequenceError
-from safe_trainer.layout import resolve_inside
-from safe_trainer.manifest import FileEntry
+from safe_trainer.layout import FileStat, check_relative_path, resolve_inside
 from safe_trainer.topology import Domain
 
-CHUNK_BYTES = 8 << 20
-_FAILED = -1
+CHUNK_BYTES = 16 << 20
+# One being filled, one on the wire, and one in hand: 48 MiB per rank, whatever the checkpoint's size.
+BUFFERS = 3
+# fsyncs of many small files are fast only where several are under way, for which the file system makes one commit.
+FSYNC_THREADS = 8
+MAX_OPEN_FILES = 256
+# Below this, setting blocks aside costs more than it brings.
+_MIN_PREALLOCATED_BYTES = 1 << 20
+
+_GOOD, _GIVEN_UP = 0, 1
 
 Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True)
 class Shipment:
-    """One file on its way.
+    """A stretch of one file on its way, at most the whole file.
 
     Attributes:
-        entry: the file, with the digest that it must have on arrival.
+        path: relative to the checkpoint.
+        size: of the whole file, in bytes.
+        mode: its permission bits.
+        offset, length: of the stretch, in bytes; the offset is a multiple of :data:`~safe_trainer.digest.BLOCK_BYTES`.
         source, destination: global ranks, which are never equal.
     """
 
-    entry: FileEntry
+    path: str
+    size: int
+    mode: int
+    offset: int
+    length: int
     source: int
     destination: int
 
 
-def plan_shipments(entries: Iterable[FileEntry], *, source: Domain, destination: Domain) -> list[Shipment]:
-    """Spread ``entries`` over the lanes between two domains, the largest first to whoever has least to carry."""
-    lane_count = min(len(source.ranks), len(destination.ranks))
-    load = dict.fromkeys(range(lane_count), 0)
+@dataclass
+class Shipped:
+    """What a rank sent and received.
+
+    Attributes:
+        received_bytes: how much has arrived here.
+        digests: of the blocks that this rank has sent or received, by path and number of the block.
+    """
+
+    received_bytes: int = 0
+    digests: Digests = field(default_factory=dict)
+
+
+def plan_shipments(files: Mapping[str, FileStat], *, source: Domain, destination: Domain) -> list[Shipment]:
+    """Spread ``files`` over the lanes between two domains, alike in bytes; long files are cut between blocks."""
+    lanes = list(zip(source.ranks, destination.ranks, strict=False))
+    share = -(-sum(info.size for info in files.values()) // len(lanes))
     shipments = []
-    for entry in sorted(entries, key=lambda entry: (-entry.size, entry.path)):
-        lane = min(load, key=lambda lane: (load[lane], lane))
-        load[lane] += entry.size
-        shipments.append(Shipment(entry, source.ranks[lane], destination.ranks[lane]))
+    lane = load = 0
+    for path, info in sorted(files.items()):
+        offset = 0
+        while True:
+            if load >= share and lane < len(lanes) - 1:
+                lane, load = lane + 1, 0
+            length = info.size - offset
+            if lane < len(lanes) - 1:
+                length = min(length, whole_blocks(share - load))
+            shipments.append(Shipment(path, info.size, info.mode, offset, length, *lanes[lane]))
+            load += length
+            offset += length
+            if offset >= info.size:
+                break
     return shipments
 
 
@@ -62,12 +105,11 @@ def ship(
     source_root: Path | None,
     destination_root: Path | None,
     progress: Progress = lambda count: None,
-) -> int:
-    """Carry out a plan; every rank calls it with the same plan.
+) -> Shipped:
+    """Carry out a plan; every rank calls it with the same plan, inside a step (:meth:`Channel.together`).
 
-    A file that cannot be read, written or is not what its entry says does not stop the others: the plan is carried
-    out to its end, so that nobody is left waiting, and then this rank raises. The caller makes that everyone's error
-    with :meth:`~safe_trainer.channel.Channel.together`.
+    When a file cannot be read or written somewhere, that is made known at once and all lanes end with their next chunk.
+    What has arrived here is durable and has the digests that it was sent with.
 
     Args:
         channel: the control channel.
@@ -76,170 +118,359 @@ def ship(
         destination_root: where this rank puts incoming files; None where it receives nothing.
         progress: called with the number of bytes that have arrived here.
 
-    Returns:
-        The number of bytes that this rank received.
-
     Raises:
-        CheckpointError, OSError: at least one file could not be sent from or stored on this rank.
+        CheckpointError, OSError: a file could not be sent from or stored on this rank, or on another one.
     """
-    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-    problems: list[Exception] = []
-    received = 0
-    for shipment in shipments:
-        if channel.rank == shipment.source:
-            problem = _send_file(channel, shipment, source_root, buffer)
-        elif channel.rank == shipment.destination:
-            problem = _receive_file(channel, shipment, destination_root, buffer, progress)
-            received += shipment.entry.size
-        else:
-            continue
-        if problem is not None:
-            problems.append(problem)
-    for problem in problems:
-        if isinstance(problem, (CheckpointError, OSError)):
-            raise problem
-        raise CheckpointError(f"a file could not be sent or stored: {problem!r}") from problem
-    return received
-
-
-def _send_file(channel: Channel, shipment: Shipment, root: Path | None, buffer: torch.Tensor) -> Exception | None:
-    """Send one file as pairs of a length and that many bytes; a length of 0 ends it, of -1 says that it failed.
-
-    Whatever goes wrong with the file is returned. Only the channel's own errors are raised: then nobody can go on.
-    """
-    view = buffer.numpy().data
-    blocks = _blocks(root, shipment.entry.path, view)
+    shipped = Shipped()
+    own = [lane for lane in _lanes(shipments) if channel.rank in (lane.source, lane.destination)]
+    if not own:
+        return shipped
+    longest = min(CHUNK_BYTES, max(lane.length for lane in own))
+    # One byte more than a chunk, which says whether the chunk is good.
+    buffers = [torch.empty(longest + 1, dtype=torch.uint8) for _ in range(BUFFERS)]
     problem: Exception | None = None
-    while True:
-        try:
-            count = next(blocks, 0)
-        except Exception as error:
-            problem = error
-            break
-        if not count:
-            break
-        _send_length(channel, shipment, count)
-        channel.send(buffer[:count], to_rank=shipment.destination)
-    _send_length(channel, shipment, 0 if problem is None else _FAILED)
-    return problem
+    with ThreadPoolExecutor(1, "safe_trainer file") as worker:
+        for lane in own:
+            if lane.source == channel.rank:
+                given_up = problem is not None
+                found = _send(channel, lane, source_root, buffers, worker, shipped, given_up=given_up)
+            else:
+                found = _receive(channel, lane, destination_root, buffers, worker, shipped, progress, problem)
+            problem = problem or found
+    if problem is None:
+        return shipped
+    if isinstance(problem, (CheckpointError, OSError)):
+        raise problem
+    raise CheckpointError(f"a file could not be sent or stored: {problem!r}") from problem
 
 
-def _blocks(root: Path | None, path: str, view: memoryview) -> Iterator[int]:
-    """Read a file into ``view``, a block at a time; gives the length of each."""
-    with _open_source(root, path) as stream:
-        while True:
-            with naming(Path(str(stream.name))):
-                count = stream.readinto(view)
-            if not count:
-                return
-            yield count
+def bytes_by_destination(shipments: Sequence[Shipment]) -> dict[int, int]:
+    """How many bytes each rank will receive."""
+    total: dict[int, int] = defaultdict(int)
+    for shipment in shipments:
+        total[shipment.destination] += shipment.length
+    return total
 
 
-def _open_source(root: Path | None, path: str) -> io.FileIO:
-    if root is None:
-        raise CheckpointError(f"this rank was asked for {path} but has no files to send")
-    return io.FileIO(resolve_inside(root, path), "rb")
+# --- a lane ---
 
 
-def _send_length(channel: Channel, shipment: Shipment, length: int) -> None:
-    channel.send(torch.tensor([length], dtype=torch.int64), to_rank=shipment.destination)
+@dataclass(frozen=True)
+class _Lane:
+    source: int
+    destination: int
+    shipments: tuple[Shipment, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(shipment.length for shipment in self.shipments)
+
+    @property
+    def chunks(self) -> list[int]:
+        """The chunks' lengths in bytes, known on both ends. There is at least one."""
+        whole, rest = divmod(self.length, CHUNK_BYTES)
+        return [CHUNK_BYTES] * whole + [rest] * (rest > 0 or whole == 0)
+
+    @property
+    def blocks(self) -> list[tuple[str, int]]:
+        """Path and number of every block that goes over this lane, in order."""
+        return [
+            (shipment.path, shipment.offset // whole_blocks(1) + number)
+            for shipment in self.shipments
+            for number in range(block_count(shipment.length))
+        ]
 
 
-def _receive_file(
-    channel: Channel, shipment: Shipment, root: Path | None, buffer: torch.Tensor, progress: Progress
+def _lanes(shipments: Sequence[Shipment]) -> list[_Lane]:
+    lanes: dict[tuple[int, int], list[Shipment]] = defaultdict(list)
+    for shipment in shipments:
+        lanes[shipment.source, shipment.destination].append(shipment)
+    return [_Lane(source, destination, tuple(stream)) for (source, destination), stream in lanes.items()]
+
+
+def _send(
+    channel: Channel,
+    lane: _Lane,
+    root: Path | None,
+    buffers: Sequence[torch.Tensor],
+    worker: ThreadPoolExecutor,
+    shipped: Shipped,
+    *,
+    given_up: bool,
 ) -> Exception | None:
-    """Receive one file to its end, whatever happens to it here; returns what went wrong."""
-    length = torch.empty(1, dtype=torch.int64)
-    with _Sink(root, shipment.entry) as sink:
-        while True:
-            channel.receive(length, from_rank=shipment.source)
-            count = int(length.item())
-            if count == _FAILED:
-                return ConsequenceError(f"{shipment.entry.path} could not be read on rank {shipment.source}")
-            if count == 0:
-                return sink.finish()
-            if not 0 < count <= CHUNK_BYTES:
-                raise CheckpointError(
-                    f"rank {shipment.source} announced {count} bytes of {shipment.entry.path} at once; the ranks are "
-                    "out of step. Do they run the same version of safe_trainer?"
-                )
-            channel.receive(buffer[:count], from_rank=shipment.source)
-            sink.write(buffer.numpy().data[:count])
+    """Send a lane's stream. Whatever goes wrong with a file is returned; only the channel's own errors are raised."""
+    chunks = lane.chunks
+    with _Source(root, lane.shipments) as source:
+        filling = deque(
+            worker.submit(source.fill, buffer[:count]) for buffer, count in zip(buffers, chunks, strict=False)
+        )
+        for number, count in enumerate(chunks):
+            filling.popleft().result()
+            buffer = buffers[number % len(buffers)]
+            if source.problem is not None and not given_up:
+                channel.tell(source.problem)
+            given_up = given_up or source.problem is not None or channel.others_failed
+            buffer[count] = _GIVEN_UP if given_up else _GOOD
+            channel.send(buffer[: count + 1], to_rank=lane.destination)
+            if given_up:
+                wait_for_all(filling)
+                return source.problem or ConsequenceError(f"sending to rank {lane.destination} was given up")
+            following = number + len(buffers)
+            if following < len(chunks):
+                filling.append(worker.submit(source.fill, buffer[: chunks[following]]))
+        digests = source.finish()
+        if source.problem is not None:
+            channel.tell(source.problem)
+    # After the last chunk it is too late to give up: what went wrong then shows in the digests.
+    told = b"".join(digests.get(path, {}).get(number, bytes(DIGEST_BYTES)) for path, number in lane.blocks)
+    channel.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), to_rank=lane.destination)
+    shipped.digests = united([shipped.digests, digests])
+    return source.problem
+
+
+def _receive(
+    channel: Channel,
+    lane: _Lane,
+    root: Path | None,
+    buffers: Sequence[torch.Tensor],
+    worker: ThreadPoolExecutor,
+    shipped: Shipped,
+    progress: Progress,
+    earlier_problem: Exception | None,
+) -> Exception | None:
+    """Receive a lane's stream up to its end, or up to where it is given up; returns what went wrong."""
+    with _Sink(root, lane.shipments, earlier_problem) as sink:
+        storing: deque[Future[None]] = deque()
+        is_told = False
+        for number, count in enumerate(lane.chunks):
+            if len(storing) == len(buffers):
+                storing.popleft().result()
+            buffer = buffers[number % len(buffers)]
+            channel.receive(buffer[: count + 1], from_rank=lane.source)
+            if buffer[count] != _GOOD:
+                wait_for_all(storing)
+                return sink.problem or ConsequenceError(f"rank {lane.source} has given up sending")
+            if sink.problem is not None and not is_told:
+                channel.tell(sink.problem)
+                is_told = True
+            storing.append(worker.submit(sink.store, buffer[:count]))
             progress(count)
+            shipped.received_bytes += count
+        told = torch.empty(len(lane.blocks) * DIGEST_BYTES, dtype=torch.uint8)
+        channel.receive(told, from_rank=lane.source)
+        wait_for_all(storing)
+        digests = sink.finish()
+    if sink.problem is not None:
+        return sink.problem
+    for (path, number), digest in zip(lane.blocks, _split(told), strict=True):
+        if digests.get(path, {}).get(number) != digest:
+            return CheckpointError(f"{path} arrived with other content than it was sent with (digest differs)")
+    shipped.digests = united([shipped.digests, digests])
+    return None
+
+
+def wait_for_all(futures: Sequence[Future[None]] | deque[Future[None]]) -> None:
+    """Wait until nothing of this is under way; raises what the first of them has raised."""
+    for future in futures:
+        future.result()
+
+
+def _split(told: torch.Tensor) -> Iterator[bytes]:
+    content = told.numpy().tobytes()
+    return (content[start : start + DIGEST_BYTES] for start in range(0, len(content), DIGEST_BYTES))
+
+
+# --- the two ends ---
+
+
+class _Source:
+    """The stream of a lane, read from files. After a failure it gives rubbish, and :attr:`problem` says why."""
+
+    def __init__(self, root: Path | None, shipments: Sequence[Shipment]) -> None:
+        self.problem: Exception | None = None
+        self._root = root
+        self._waiting = deque(shipments)
+        self._shipment: Shipment | None = None
+        self._left = 0
+        self._stream: io.FileIO | None = None
+        self._digester = BlockDigester()
+        self._digests: Digests = {}
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def fill(self, buffer: torch.Tensor) -> None:
+        """Put the next bytes of the stream into ``buffer``, all of it."""
+        view = buffer.numpy().data
+        try:
+            while self.problem is None and view:
+                view = view[self._read(view) :]
+        except Exception as error:
+            self.problem = error
+
+    def finish(self) -> Digests:
+        """The digests of all that was read; called after the last chunk."""
+        try:
+            while self._shipment is not None or self._waiting:
+                self._next()
+        except Exception as error:
+            self.problem = error
+        return self._digests
+
+    def _read(self, view: memoryview) -> int:
+        if self._left == 0 or self._stream is None or self._shipment is None:
+            self._next()
+            return 0
+        with naming(Path(os.fsdecode(self._stream.name))):
+            count = self._stream.readinto(view[: self._left])
+        if not count:
+            raise CheckpointError(
+                f"{self._shipment.path} ends {self._left} bytes earlier than when it was listed: it changed after it "
+                "was written"
+            )
+        self._digester.update(view[:count])
+        self._left -= count
+        return count
+
+    def _next(self) -> None:
+        """Go on to the next stretch."""
+        if self._shipment is not None and self._stream is not None:
+            self._digests.setdefault(self._shipment.path, {}).update(self._digester.finish())
+            self._stream.close()
+            self._shipment = None
+        if self._waiting:
+            shipment = self._waiting.popleft()
+            self._stream = _open_source(self._root, shipment)
+            self._stream.seek(shipment.offset)
+            self._digester = BlockDigester(shipment.offset)
+            self._shipment, self._left = shipment, shipment.length
+
+
+def _open_source(root: Path | None, shipment: Shipment) -> io.FileIO:
+    if root is None:
+        raise CheckpointError(f"this rank was asked for {shipment.path} but has no files to send")
+    stream = io.FileIO(resolve_inside(root, shipment.path), "rb")
+    size = os.fstat(stream.fileno()).st_size
+    if size != shipment.size:
+        stream.close()
+        raise CheckpointError(
+            f"{shipment.path} has {size} bytes, not {shipment.size} as when it was listed: it changed meanwhile"
+        )
+    return stream
 
 
 class _Sink:
-    """Where an incoming file goes. After a failure it swallows the rest, so that its sender can go on."""
+    """Where the stream of a lane goes. After a failure it swallows the rest, and :attr:`problem` says why."""
 
-    def __init__(self, root: Path | None, entry: FileEntry) -> None:
-        self._entry = entry
-        self._digest = xxhash.xxh3_128()
-        self._path: Path | None = None
-        self._descriptor: int | None = None
-        self._expected = entry.size
-        self._problem: Exception | None = None
-        try:
-            if root is None:
-                raise CheckpointError(f"{entry.path} was sent to a rank that keeps no files")
-            self._path = path = resolve_inside(root, entry.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # O_EXCL: a file of that name that is already there, or a link, is somebody's mistake and is left alone.
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        except Exception as error:
-            self._problem = error
+    def __init__(self, root: Path | None, shipments: Sequence[Shipment], problem: Exception | None) -> None:
+        self.problem = problem
+        self._root = root
+        self._waiting = deque(shipments)
+        self._file: _IncomingFile | None = None
+        self._directories: set[str] = set()
+        self._preallocates = root is not None and preallocates(root)
+        self._syncing: deque[Future[None]] = deque()
+        self._syncers = ThreadPoolExecutor(FSYNC_THREADS, "safe_trainer fsync")
+        self._digests: Digests = {}
 
     def __enter__(self) -> _Sink:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        self._syncers.shutdown()
+        if self._file is not None:
+            self._file.close()
 
-    def write(self, block: memoryview) -> None:
-        """Append ``block``."""
+    def store(self, buffer: torch.Tensor) -> None:
+        """Take the next bytes of the stream."""
+        view = buffer.numpy().data
+        try:
+            while self.problem is None and view:
+                if self._file is None or self._file.left == 0:
+                    self._next()
+                else:
+                    view = view[self._file.write(view) :]
+        except Exception as error:
+            self.problem = error
 
-        def append(descriptor: int) -> None:
-            rest = block
-            self._expected -= len(rest)
-            if self._expected < 0:
-                raise CheckpointError(
-                    f"{self._entry.path} arrived with other content than it was sent with (more than its "
-                    f"{self._entry.size} bytes)"
-                )
-            self._digest.update(rest)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+    def finish(self) -> Digests:
+        """The digests of all that has arrived, which is durable when this returns, unless there is a problem."""
+        try:
+            while self.problem is None and (self._file is not None or self._waiting):
+                self._next()
+            wait_for_all(self._syncing)
+        except Exception as error:
+            self.problem = self.problem or error
+        return self._digests
 
-        self._attempt(append)
+    def _next(self) -> None:
+        """Make the last file durable in the background, and go on to the next stretch."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            self._digests.setdefault(file.shipment.path, {}).update(file.digester.finish())
+            self._syncing.append(self._syncers.submit(file.make_durable))
+            if len(self._syncing) > MAX_OPEN_FILES:
+                self._syncing.popleft().result()
+        if self._waiting:
+            self._file = self._open(self._waiting.popleft())
 
-    def finish(self) -> Exception | None:
-        """Make the file durable and compare its digest; returns what went wrong with it, now or before."""
+    def _open(self, shipment: Shipment) -> _IncomingFile:
+        if self._root is None:
+            raise CheckpointError(f"{shipment.path} was sent to a rank that keeps no files")
+        path = self._root / check_relative_path(shipment.path)
+        directory = os.path.dirname(shipment.path)
+        if directory not in self._directories:
+            resolve_inside(self._root, shipment.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._directories.add(directory)
+        # A link is never followed; a file that is there already is somebody's mistake and is left alone.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+        is_whole = shipment.length == shipment.size
+        descriptor = os.open(path, flags | os.O_EXCL if is_whole else flags, 0o666)
+        file = _IncomingFile(path, descriptor, shipment)
+        if os.fstat(descriptor).st_nlink != 1:
+            file.close()
+            raise CheckpointError(f"{path} is there already and has several names; nothing was written into it")
+        if is_whole and self._preallocates and shipment.size >= _MIN_PREALLOCATED_BYTES:
+            with naming(path):
+                preallocate(descriptor, shipment.size)
+        return file
 
-        def make_durable(descriptor: int) -> None:
-            os.fchmod(descriptor, self._entry.mode)
-            os.fsync(descriptor)
-            if self._digest.hexdigest() != self._entry.digest:
-                raise CheckpointError(
-                    f"{self._entry.path} arrived with other content than it was sent with (digest differs)"
-                )
 
-        self._attempt(make_durable)
-        return self._problem
+class _IncomingFile:
+    """A file, or a stretch of one, that is arriving."""
 
-    def _attempt(self, action: Callable[[int], None]) -> None:
-        """Run ``action`` on the open file, unless something has gone wrong before."""
-        if self._problem is not None or self._descriptor is None or self._path is None:
-            return
+    def __init__(self, path: Path, descriptor: int, shipment: Shipment) -> None:
+        self.shipment = shipment
+        self.left = shipment.length
+        self.digester = BlockDigester(shipment.offset)
+        self._path = path
+        self._descriptor = descriptor
+
+    def write(self, view: memoryview) -> int:
+        """Take as much of ``view`` as belongs to this stretch; returns how much that is."""
+        part = view[: self.left]
+        self.digester.update(part)
+        position = self.shipment.offset + self.shipment.length - self.left
+        written = 0
+        with naming(self._path):
+            while written < len(part):
+                written += os.pwrite(self._descriptor, part[written:], position + written)
+        start_writeback(self._descriptor, position, written)
+        self.left -= written
+        return written
+
+    def make_durable(self) -> None:
         try:
             with naming(self._path):
-                action(self._descriptor)
-        except Exception as error:
-            self._problem = error
+                os.fchmod(self._descriptor, self.shipment.mode)
+                os.fsync(self._descriptor)
+        finally:
+            self.close()
 
-
-def total_bytes_by_destination(shipments: Iterable[Shipment]) -> dict[int, int]:
-    """How many bytes each rank will receive."""
-    total: dict[int, int] = defaultdict(int)
-    for shipment in shipments:
-        total[shipment.destination] += shipment.entry.size
-    return total
+    def close(self) -> None:
+        os.close(self._descriptor)

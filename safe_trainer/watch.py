@@ -108,6 +108,7 @@ class _Step:
     thread: int
     state: State = "acting"
     started: float = field(default_factory=time.monotonic)
+    told: RankFailure | None = None
 
     def age_s(self) -> float:
         return time.monotonic() - self.started
@@ -189,7 +190,8 @@ class Watch:
         self._others: dict[int, tuple[_Beat, float]] = {}
         self._last_scan = 0.0
         self._resting = False
-        self._board: tuple[str, str | None, str | None] | None = None
+        # By name: what this rank announces, and what the store has.
+        self._boards: dict[str, tuple[str | None, str | None]] = {}
         self._notice_seen: tuple[int, float] | None = None
         self._last_late_log = 0.0
         self._in_collective: tuple[int, int, float] | None = None
@@ -284,10 +286,15 @@ class Watch:
         self._step = None
 
     def tell(self, failure: RankFailure) -> RankFailure:
-        """Let every rank know at once that this one has failed in its step; returns the failure with its number."""
+        """Let every rank know at once that this one has failed in its step; returns the failure with its number.
+
+        Once for each step: what comes later on this rank follows from the first failure.
+        """
         step = self._step
         if step is None:
             return failure
+        if step.told is not None:
+            return step.told
 
         def post() -> RankFailure:
             order = self._store.add(f"failures/{step.number}", 1)
@@ -295,26 +302,30 @@ class Watch:
             self._store.set(f"failure/{step.number}/{order}", json.dumps(dataclasses.asdict(numbered)))
             return numbered
 
-        return self._ask(post, otherwise=failure)
+        step.told = self._ask(post, otherwise=failure)
+        return step.told
 
-    # --- the board: one line for all, between steps, without a collective ---
+    # --- boards: one line for all, between steps, without a collective ---
 
     def watch_board(self, name: str) -> None:
         """Look out for an announcement of this name from now on; every rank must do so to see it."""
-        self._board = (name, None, None)
+        self._boards[name] = (None, None)
 
-    def announce(self, text: str) -> None:
+    def leave_board(self, name: str) -> None:
+        """Look no more."""
+        self._boards.pop(name, None)
+
+    def announce(self, name: str, text: str) -> None:
         """Put up an announcement for all ranks, unless there is one; may be called from a signal handler.
 
         It takes no lock, which the interrupted thread might hold. The pulse finds it at its next beat.
         """
-        if self._board is not None and self._board[1] is None:
-            self._board = (self._board[0], text, self._board[2])
+        if name in self._boards and self._boards[name][0] is None:
+            self._boards[name] = (text, self._boards[name][1])
 
-    @property
-    def announcement(self) -> str | None:
+    def announcement(self, name: str) -> str | None:
         """What has been announced by any rank, as soon as it is known here."""
-        return None if self._board is None else self._board[2]
+        return self._boards.get(name, (None, None))[1]
 
     def count_in(self, name: str, value: int) -> int | None:
         """Leave a number for all ranks to see; the greatest one if this rank is the last to leave one, else None."""
@@ -419,7 +430,7 @@ class Watch:
                 if time.monotonic() - last_beat >= self._beat_interval_s:
                     last_beat = time.monotonic()
                     self._beat()
-                    self._read_board()
+                    self._read_boards()
                 step = self._step
                 if step is not None and step.age_s() > TICK_S:
                     self._look(step)
@@ -449,16 +460,14 @@ class Watch:
         beats = {rank: beat for rank, (beat, _) in self._others.items()} | {self._rank: self._own_beat()}
         return {rank: beat for rank, beat in sorted(beats.items()) if not beat.has_arrived(step.number)}
 
-    def _read_board(self) -> None:
-        if self._board is None:
-            return
-        name, own, seen = self._board
-        if seen is None and own is not None:
-            seen = str(self._store.compare_set(name, "", own), "utf-8")
-        elif seen is None and self._store.check([name]):
-            seen = str(self._store.get(name), "utf-8")
-        if seen is not None:
-            self._board = (name, own or seen, seen)
+    def _read_boards(self) -> None:
+        for name, (own, seen) in list(self._boards.items()):
+            if seen is None and own is not None:
+                seen = str(self._store.compare_set(name, "", own), "utf-8")
+            elif seen is None and self._store.check([name]):
+                seen = str(self._store.get(name), "utf-8")
+            if seen is not None and name in self._boards:
+                self._boards[name] = (own or seen, seen)
 
     def _whereabouts(self, step: _Step) -> tuple[str, bool]:
         """The line at which the training thread is, and whether it has been in one collective for long."""

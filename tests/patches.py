@@ -20,6 +20,7 @@ import torch.distributed as dist
 import transformers.trainer
 from transformers import Trainer
 
+from safe_trainer.commit import RunDirectory
 from safe_trainer.watch import set_group_timeout
 from tests import training
 from tests.cluster import GROUP_TIMEOUT_S
@@ -55,6 +56,44 @@ def slow_writes(rank: int, seconds_by_rank: dict[str, float]) -> Iterator[None]:
         rename(*args, **kwargs)
 
     with mock.patch.object(Trainer, "_save_rng_state", slow_save), mock.patch.object(os, "rename", slow_rename):
+        yield
+
+
+@contextlib.contextmanager
+def slow_commits(rank: int, seconds: float, step_s: float) -> Iterator[None]:
+    """Makes every commit and every training step take longer by so many seconds."""
+    commit, step = RunDirectory.commit, Trainer.training_step
+
+    def slow_commit(self: RunDirectory, staged: Path) -> Path:
+        time.sleep(seconds)
+        return commit(self, staged)
+
+    def slow_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(step_s)
+        return step(self, *args, **kwargs)
+
+    with mock.patch.object(RunDirectory, "commit", slow_commit), mock.patch.object(Trainer, "training_step", slow_step):
+        yield
+
+
+@contextlib.contextmanager
+def fails_to_commit(rank: int, step: int) -> Iterator[None]:
+    """The commit of one step fails."""
+    commit = RunDirectory.commit
+
+    def fail(self: RunDirectory, staged: Path) -> Path:
+        if staged.name == f"checkpoint-{step}":
+            raise OSError(errno.EIO, "Input/output error", str(staged))
+        return commit(self, staged)
+
+    with mock.patch.object(RunDirectory, "commit", fail):
+        yield
+
+
+@contextlib.contextmanager
+def little_memory(rank: int, bytes: int) -> Iterator[None]:
+    """The node has no more memory to give than that."""
+    with mock.patch("safe_trainer.staging.available_memory", return_value=bytes):
         yield
 
 

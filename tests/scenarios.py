@@ -138,6 +138,48 @@ class ScoredAndFails(Scored, FailsOnRank):
     """Both."""
 
 
+class NotesPendingSaves(SafeTrainer):
+    """Notes before each step which save was under way, and whether one had not been told of. See `noted_saves`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.noted: list[tuple[int, int | None, bool]] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        pending = self.pending_save
+        is_busy = pending is not None and not pending.done()
+        busy_with = pending.step if pending is not None and is_busy else None
+        self.noted.append((self.state.global_step, busy_with, pending is not None))
+        return super().training_step(*args, **kwargs)
+
+
+class WritesFrozenWeights(NotesPendingSaves):
+    """Two ranks on different nodes write a file that never changes."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        rank = self.args.process_index
+        if rank in (0, 3):
+            Path(output_dir, f"frozen-{rank}.bin").write_bytes(bytes([rank]) * (2 << 20))
+
+
+class StopsWithAnError(SafeTrainer):
+    """Training fails at one step, on one rank or on all.
+
+    Args:
+        failing_step: at which.
+    """
+
+    def __init__(self, *args: Any, failing_step: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._failing_step = failing_step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == self._failing_step:
+            raise ArithmeticError("the loss is not a number")
+        return super().training_step(*args, **kwargs)
+
+
 # --- callbacks ---
 
 
@@ -189,6 +231,17 @@ def listed_on_save(trainer: Trainer) -> dict[str, list[str]]:
     return {str(step): files for step, files in callback.seen.items()}
 
 
+def noted_saves(trainer: NotesPendingSaves) -> dict[str, Any]:
+    """What was under way, what callbacks saw, and whether anything still is."""
+    return {
+        "noted": trainer.noted,
+        "seen": listed_on_save(trainer),
+        "is_pending": trainer.pending_save is not None,
+        "failed": trainer.failed_saves,
+        "last": last_save(trainer),
+    }
+
+
 def last_save(trainer: SafeTrainer) -> dict[str, Any]:
     report = trainer.last_save
     if report is None:
@@ -201,6 +254,8 @@ def last_save(trainer: SafeTrainer) -> dict[str, Any]:
         "gathered_bytes": report.gathered_bytes,
         "phases": list(report.phases_s),
         "stall_s": report.stall_s,
+        "total_s": report.total_s,
+        "reused_bytes": report.reused_bytes,
         "sum_s": sum(report.phases_s.values()),
         "warnings": list(report.warnings),
     }
@@ -283,6 +338,15 @@ def train_and_time(**options: Any) -> dict[str, Any]:
             "failures": [failure.rank for failure in error.failures],
         }
     return {"message": None}
+
+
+def train_into_an_error(**options: Any) -> str | None:
+    """`run_training` that fails: the error's kind and text."""
+    try:
+        training.run_training(**options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 # --- factories ---

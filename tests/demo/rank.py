@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer
 
 from safe_trainer import make_safe
-from safe_trainer.integrity import digest_file
+from safe_trainer.digest import digest_file
 from safe_trainer.layout import list_files
 from tests.demo import train
 from tests.demo.observation import Observation, tensor_digest

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from safe_trainer.commit import Generation, RunDirectory
+from safe_trainer.digest import digest_file
 from safe_trainer.disk import fsync_file
-from safe_trainer.integrity import digest_file
 from safe_trainer.layout import MANIFEST_NAME, checkpoint_name, checkpoint_step, list_files
 from safe_trainer.manifest import FileEntry, Manifest, Scope
 

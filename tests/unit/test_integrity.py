@@ -19,9 +19,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from safe_trainer.digest import digest_file
 from safe_trainer.errors import CheckpointError
 from safe_trainer.integrity import (
-    digest_file,
     file_problem,
     inspect_checkpoint,
     saved_world_size,

@@ -21,6 +21,7 @@ CHOICES = {
     "verify": ("digest", "size", "off"),
     "on_error": ("raise", "continue"),
 }
+SWITCHES = ("background", "save_on_preemption")
 SECONDS = ("timeout_s", "lock_timeout_s", "visibility_timeout_s")
 
 
@@ -39,6 +40,8 @@ def test_these_are_all_fields_and_their_defaults() -> None:
         "storage": "auto",
         "local_copies": "keep",
         "verify": "digest",
+        "background": False,
+        "staging": "disk",
         "on_error": "raise",
         "save_on_preemption": True,
         "preemption_signals": "SIGTERM",
@@ -146,7 +149,7 @@ def test_a_variable_sets_the_default(monkeypatch: pytest.MonkeyPatch, name: str,
 
 
 def test_every_field_has_a_variable() -> None:
-    assert {option.name for option in FIELDS} == {*CHOICES, *SECONDS, "save_on_preemption", "preemption_signals"}
+    assert {option.name for option in FIELDS} == {*CHOICES, *SECONDS, *SWITCHES, "staging", "preemption_signals"}
 
 
 def test_a_keyword_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

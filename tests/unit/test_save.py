@@ -23,7 +23,7 @@ from safe_trainer.options import CheckpointOptions
 from safe_trainer.rotation import Rotation
 from safe_trainer.run import Run, open_run
 from safe_trainer.save import SaveReport, choose_copies, keep_only, save_checkpoint, writing_rank
-from safe_trainer.topology import Domain, Topology
+from safe_trainer.topology import Domain
 from tests.unit.builders import contents, write_files
 from tests.unit.processes import Raised, outcome_of, run_ranks
 
@@ -110,7 +110,7 @@ def test_the_manifest_says_what_was_saved_and_by_whom(run: Run) -> None:
 def test_the_report_counts_files_and_bytes_and_seconds_of_each_step(run: Run) -> None:
     report = save(run, 10)
     assert (report.step, report.files, report.bytes, report.gathered_bytes) == (10, 3, 7, 0)
-    assert list(report.phases_s) == ["prepare", "write", "list", "digest", "gather", "commit", "rotate"]
+    assert list(report.phases_s) == ["prepare", "write", "list", "compare", "gather", "commit", "rotate"]
     assert sum(report.phases_s.values()) <= report.stall_s
 
 
@@ -306,37 +306,34 @@ def test_the_writing_rank_is_in_the_name_or_the_leader(path: str, rank: int) -> 
     assert writing_rank(path, DOMAIN) == rank
 
 
-TWO_DISKS = Topology(rank=0, domains=(Domain((0, 1)), Domain((2, 3))), nodes=(0, 0, 1, 1))
-
-
-def entries(*by_rank: dict[str, str]) -> list[dict[str, FileEntry]]:
-    """Each rank's files with their contents' digests."""
-    return [
-        {path: FileEntry(path, 1, digest, rank, 0o644) for path, digest in files.items()}
-        for rank, files in enumerate(by_rank)
-    ]
+def entries(home: dict[str, str], other: dict[str, str]) -> dict[Domain, dict[str, FileEntry]]:
+    """The files of two disks, each written by its leader, with their contents' digests."""
+    return {
+        domain: {path: FileEntry(path, 1, digest, domain.leader, 0o644) for path, digest in files.items()}
+        for domain, files in ((Domain((0, 1)), home), (Domain((2, 3)), other))
+    }
 
 
 def test_each_path_is_taken_from_where_it_is_home_first() -> None:
-    chosen = choose_copies(entries({"a": "1"}, {"b": "2"}, {"a": "1", "c": "3"}, {}), TWO_DISKS)
-    assert {entry.path: entry.rank for entry in chosen} == {"a": 0, "b": 1, "c": 2}
+    chosen = choose_copies(entries({"a": "1", "b": "2"}, {"a": "1", "c": "3"}))
+    assert {entry.path: entry.rank for entry in chosen} == {"a": 0, "b": 0, "c": 2}
 
 
 def test_one_name_with_two_contents_is_an_error_that_names_path_and_ranks() -> None:
-    with pytest.raises(CheckpointError, match=r"expert\.pt .* rank 0 .* rank 3 ") as caught:
-        choose_copies(entries({"expert.pt": "1"}, {}, {}, {"expert.pt": "2"}), TWO_DISKS)
+    with pytest.raises(CheckpointError, match=r"expert\.pt .* rank 0 .* rank 2 ") as caught:
+        choose_copies(entries({"expert.pt": "1"}, {"expert.pt": "2"}))
     assert "another disk" in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["trainer_state.json", "training_args.bin", "latest"])
 def test_of_what_stock_writes_on_every_node_homes_copy_counts(path: str) -> None:
-    (chosen,) = choose_copies(entries({path: "1"}, {}, {path: "2"}, {}), TWO_DISKS)
+    (chosen,) = choose_copies(entries({path: "1"}, {path: "2"}))
     assert chosen.rank == 0
 
 
 def test_only_at_the_top_are_those_names_known() -> None:
     with pytest.raises(CheckpointError):
-        choose_copies(entries({"sub/latest": "1"}, {}, {"sub/latest": "2"}, {}), TWO_DISKS)
+        choose_copies(entries({"sub/latest": "1"}, {"sub/latest": "2"}))
 
 
 # --- several ranks ---
