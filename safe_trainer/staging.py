@@ -210,6 +210,9 @@ class _Postponed:
     inode: tuple[int, int]
     write: Callable[[str], None]
 
+    def bring(self) -> None:
+        self.write(self.path)
+
 
 class InMemory(Staging):
     """Files are put together in memory and written afterwards.
@@ -255,7 +258,7 @@ class InMemory(Staging):
 
     def bring(self, staged: Path) -> None:
         for file in self._postponed.values():
-            file.write(file.path)
+            file.bring()
 
     def clear(self) -> None:
         self._postponed.clear()

@@ -389,7 +389,8 @@ _PHASES = {
     "prepare": "save-1",
     "write": "save-2",
     "list files": "save-3",
-    "digest": "save-4",
+    "bring files": "save-3",
+    "compare with the last checkpoint": "save-4",
     "gather": "save-5",
     "make local copies": "save-11",
     "rotate": "save-11",
@@ -403,7 +404,7 @@ PIECES = "save-7, file by file"
 UNKNOWN = "?"
 STEPS = (
     *("start-1", "start-1b", "start-3", "start-3b", "start-4", "start-5", "start-6"),
-    *("save-1", "save-2", "save-4", "save-5", "save-6", "save-7", "2a", "2b", PIECES, "save-8", "save-9", "save-11"),
+    *("save-1", "save-2", "save-3", "save-5", "save-6", "save-7", "2a", "2b", PIECES, "save-8", "save-9", "save-11"),
     *("resume-6", "resume-7", "resume-10"),
 )
 

@@ -57,7 +57,7 @@ def no_barrier_after_the_writes(rank: int) -> None:
         if phase == "write":
             put_off.append(action)
             return real(channel, phase, lambda: None, *more, **named)
-        if phase == "digest":
+        if phase == "gather":
             put_off.pop()()
         return real(channel, phase, action, *more, **named)
 

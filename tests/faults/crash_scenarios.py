@@ -18,15 +18,17 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from safe_trainer import commit, run
+from safe_trainer import commit, run, staging
+from safe_trainer.background import PendingSave
+from safe_trainer.channel import Channel
 from safe_trainer.layout import RunLayout, checkpoint_name
 from safe_trainer.options import CheckpointOptions
 from safe_trainer.resume import clear_deliveries, resume_latest
 from safe_trainer.rotation import Rotation
 from safe_trainer.run import Run, open_run
-from safe_trainer.save import save_checkpoint
-from tests.faults.crash_jobs import RANKS, Rank
-from tests.faults.crash_tape import Tape, TapeSpec
+from safe_trainer.save import commit_checkpoint, save_checkpoint, stage_checkpoint
+from tests.faults.crash_jobs import CHANNEL_TIMEOUT_S, RANKS, Rank
+from tests.faults.crash_tape import TRAINING, Tape, TapeSpec
 from tests.unit.builders import flip_byte
 
 LIMIT = 2
@@ -50,12 +52,14 @@ class Setting:
         local_copies: the option.
         exchange: whether two directories can be exchanged in one step.
         pieces: whether directories are said to be renamed file by file, as on object stores.
+        beside: whether saves are staged in memory and finished in a thread, while training goes on.
     """
 
     split: bool
     local_copies: str = "keep"
     exchange: bool = True
     pieces: bool = False
+    beside: bool = False
 
     def disk_of(self, rank: int) -> int:
         return rank // RANKS_PER_NODE if self.split else 0
@@ -143,6 +147,7 @@ def _scenarios() -> tuple[Scenario, ...]:
     keep_renames, full_renames = (
         Setting(split=True, local_copies=copies, exchange=False) for copies in ("keep", "full")
     )
+    shared_beside, keep_beside, full_beside = (replace(setting, beside=True) for setting in (shared, keep, full))
     pieces, full_pieces = (replace(setting, pieces=True) for setting in (shared, full))
     new, again = Content(30, 0), Content(20, 1)
     return (
@@ -164,6 +169,9 @@ def _scenarios() -> tuple[Scenario, ...]:
         Scenario("damaged-full-renames", full_renames, damage=damage_home, only_elsewhere=True),
         Scenario("debris-shared", shared, damage=leave_debris),
         Scenario("debris-split-keep", keep, damage=leave_debris),
+        Scenario("save-shared-beside", shared_beside, save=new),
+        Scenario("save-split-keep-beside", keep_beside, save=new),
+        Scenario("again-split-full-beside", full_beside, save=again),
         Scenario("save-shared-pieces", pieces, save=new),
         Scenario("again-shared-pieces", pieces, save=again),
         Scenario("save-split-full-pieces", full_pieces, save=new),
@@ -250,6 +258,8 @@ def _open(rank: Rank, root: Path, setting: Setting) -> Run:
             local_copies=setting.local_copies,
             lock_timeout_s=10.0,
             visibility_timeout_s=10.0,
+            background=setting.beside,
+            staging="memory" if setting.beside else "disk",
         ),
         saved_by={},
     )
@@ -268,8 +278,10 @@ def _resume(opened: Run) -> Content | None:
 def _save(opened: Run, content: Content, tape: Tape | None) -> None:
     rank = opened.channel.rank
 
+    is_beside = opened.options.stages_elsewhere
+
     def write_file(path: Path, write: Callable[[], object]) -> None:
-        write() if tape is None else tape.around("write", path, write)
+        write() if tape is None or is_beside else tape.around("write", path, write)
 
     def write(directory: Path) -> None:
         model, shard = directory / f"model-{rank}.safetensors", directory / _shard(rank)
@@ -279,7 +291,28 @@ def _save(opened: Run, content: Content, tape: Tape | None) -> None:
         if rank == 0:
             (directory / "trainer_state.json").write_text(json.dumps(content))
 
-    save_checkpoint(opened, step=content.step, write=write, rotation=lambda: Rotation(limit=LIMIT))
+    wishes = Rotation(limit=LIMIT)
+    if not is_beside:
+        save_checkpoint(opened, step=content.step, write=write, rotation=lambda: wishes)
+        return
+    beside = replace(opened, channel=Channel.open(timeout_s=CHANNEL_TIMEOUT_S))
+    staged = stage_checkpoint(opened, step=content.step, write=write, rotation=lambda: wishes)
+    if tape is not None:
+        _put_on_tape(tape)
+    save = PendingSave(content.step, lambda: commit_checkpoint(beside, staged), on_end=lambda: None)
+    for _ in range(3):
+        opened.channel.together(TRAINING, lambda: None)
+    save.wait()
+
+
+def _put_on_tape(tape: Tape) -> None:
+    """torch and safetensors write what was put aside, which the tape does not see."""
+    bring = staging._Postponed.bring
+
+    def traced(self: staging._Postponed) -> None:
+        tape.around("write", self.path, lambda: bring(self))
+
+    staging._Postponed.bring = traced  # type: ignore[method-assign]
 
 
 def _shard(rank: int) -> str:

@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 KILLED = "killed"
 CLAIM = "claim"
+# What goes on beside a save has no operations.
+TRAINING = "training step"
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,8 @@ class Tape:
 
         def traced_together(channel: Channel, phase: str, action: Callable[[], T], *more: Any, **named: Any) -> list[T]:
             def within() -> T:
-                self.enter(phase)
+                if phase != TRAINING:
+                    self.enter(phase)
                 return action()
 
             return together(channel, phase, within, *more, **named)

@@ -235,7 +235,7 @@ def _no_directory_renames(*, error: str | None = None, pieces_s: float | None = 
 
 
 @pytest.mark.parametrize("writer", ["rank0.bin", "rank1.bin"])
-@pytest.mark.parametrize(("operation", "phase"), [("fsync", "digest"), ("read", "digest")])
+@pytest.mark.parametrize(("operation", "phase"), [("fsync", "gather"), ("read", "gather")])
 def test_an_io_error_fails_the_save_on_all_ranks_and_names_the_path(
     two: Rig, operation: str, phase: str, writer: str
 ) -> None:
