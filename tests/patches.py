@@ -176,6 +176,20 @@ def signal_in_the_save(rank: int, signalled_rank: int, name: str) -> Iterator[No
 
 
 @contextlib.contextmanager
+def dies_beside_training(rank: int, dying_rank: int) -> Iterator[None]:
+    """One rank's process is killed while its save is made durable in the background."""
+
+    def die(path: Path) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank != dying_rank:
+        yield
+        return
+    with mock.patch("safe_trainer.save.fsync_file", die):
+        yield
+
+
+@contextlib.contextmanager
 def dies_in_the_save(rank: int, dying_rank: int) -> Iterator[None]:
     """The out-of-memory killer takes a rank while it writes."""
     if rank != dying_rank:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import checks
-from tests.cluster import Cluster, Disks, Layout
+from tests.cluster import Cluster, Disks, Layout, RemoteError, cluster_job
 from tests.conftest import Clusters
 from tests.distributed.runs import TIMEOUT_S, run_directories, train
 from tests.training import DISTRIBUTED_ENGINES
@@ -265,3 +267,55 @@ def test_frozen_weights_are_not_sent_twice(two_nodes: Cluster) -> None:
         assert len({path.read_bytes() for path in names}) == 1
     for step in (2, 4, 6):
         checks.assert_matches_manifest(home / f"checkpoint-{step}")
+
+
+def test_a_signal_waits_for_the_save_under_way(two_nodes: Cluster) -> None:
+    disks = two_nodes.disks("split", "signal")
+
+    results = two_nodes.run(
+        "tests.scenarios:train_until_preempted",
+        engine="ddp",
+        output_dir=f"{disks.path}/run",
+        trainer="tests.scenarios:with_options",
+        trainer_kwargs={"options": {"background": True, "staging": "memory"}},
+        steps=1000,
+        save_steps=100,
+        callbacks=[["tests.scenarios:SignalsItself", {"plan": {"3": [[101, "SIGTERM"]]}}]],
+        patches=[["tests.patches:slow_commits", {"seconds": 3.0, "step_s": 0.0}]],
+        timeout_s=TIMEOUT_S,
+    )
+
+    assert [result["exit"] for result in results] == [128 + signal.SIGTERM] * 4
+    home = run_directories(disks)[0]
+    steps = checks.checkpoints(home)
+    assert steps[0] == 100
+    assert len(steps) == 2
+    for step in steps:
+        checks.assert_matches_manifest(home / f"checkpoint-{step}")
+    checks.assert_only_checkpoints(home)
+
+
+@pytest.mark.whole_table
+def test_survivors_of_a_rank_that_is_killed_beside_training_name_it(tmp_path: Path) -> None:
+    disks = Disks.create(tmp_path, "split", 2, "killed")
+    with cluster_job(
+        2,
+        2,
+        "tests.scenarios:train_and_time",
+        disks=[disks],
+        engine="ddp",
+        output_dir=f"{disks.path}/run",
+        steps=1000,
+        trainer="tests.scenarios:with_options",
+        trainer_kwargs={"options": {"background": True, "staging": "memory"}},
+        patches=[["tests.patches:dies_beside_training", {"dying_rank": 3}]],
+    ) as job:
+        job.wait(120.0, grace_s=30.0)
+        results = job.results()
+
+    survivors: list[Any] = [result for result in results if not isinstance(result, RemoteError)]
+    assert len(survivors) >= 2  # rank 3's launcher ends rank 2 on its own
+    for result in survivors:
+        assert result["kind"] == "ProcessGroupLostError", json.dumps(result)
+        assert "rank 3 on " in result["message"]
+    assert checks.checkpoints(run_directories(disks)[0]) == []
