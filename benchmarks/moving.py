@@ -95,9 +95,10 @@ def _raw(
     root: Path, target: Path, source: int, destination: int, digests: bool = False
 ) -> Iterator[Callable[[], None]]:
     name = FILE_NAME.format(0)
-    yield lambda: sockets.move_file(
-        path=root / name, target=target / name, source=source, destination=destination, digests=digests
-    )
+    with sockets.connection(source=source, destination=destination) as peer:
+        yield lambda: sockets.move_file(
+            peer, path=root / name, target=target / name, sends=rank() == source, digests=digests
+        )
 
 
 @contextlib.contextmanager
@@ -122,20 +123,23 @@ def _scp(root: Path, target: Path, source: int, destination: int) -> Iterator[Ca
     _require_on_both(ssh.problem() if rank() in (source, destination) else None)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ssh.serve()) if rank() == destination else None
-        server = exchange(server)[destination]
+        server, there = exchange((server, str(target)))[destination]
         assert server is not None
-        push: Callable[[], None] = lambda: ssh.push(root, str(target), server)  # noqa: E731
+        push: Callable[[], None] = lambda: ssh.push(root, there, server)  # noqa: E731
         yield lambda: _pushed(push, target, source, destination)
 
 
 @contextlib.contextmanager
 def _tar(root: Path, target: Path, source: int, destination: int) -> Iterator[Callable[[], None]]:
-    def move() -> None:
-        tar.move(source_root=root, destination_root=target, source=source, destination=destination)
-        if rank() == destination:
-            fsync.tree(target)
+    _require_on_both(tar.problem() if rank() in (source, destination) else None)
+    with sockets.connection(source=source, destination=destination) as peer:
 
-    yield move
+        def move() -> None:
+            tar.move(peer, source_root=root, destination_root=target, sends=rank() == source)
+            if rank() == destination:
+                fsync.tree(target)
+
+        yield move
 
 
 def _pushed(push: Callable[[], None], target: Path, source: int, destination: int) -> None:

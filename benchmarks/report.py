@@ -76,7 +76,7 @@ class Row:
     @classmethod
     def absent(cls, suite: str, case: str, reason: str, *, against: str = "", target: Target | None = None) -> Row:
         """A figure that could not be had, and why."""
-        return cls(suite, case, against=against, target=target, missing=reason)
+        return cls(suite, case, against=against, target=target, missing=" ".join(reason.split()))
 
 
 @dataclass

@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.measure import Unavailable
-from benchmarks.ranks import LauncherRanks, Ranks, SimulatedRanks, is_launched
+from benchmarks.measure import Samples, Unavailable
+from benchmarks.ranks import LauncherRanks, Layout, Ranks, SimulatedRanks, is_launched
 from benchmarks.report import Report, Row, note_failure
 
 
@@ -45,10 +46,13 @@ class Bench:
     Attributes:
         settings: the user's choices.
         report: where rows go.
+        saves: what has been taken of saves with a Trainer, by layout and size: of the same saves, one suite shows the
+            stall, another the time to the commit, a third the memory.
     """
 
     settings: Settings
     report: Report
+    saves: dict[tuple[Layout, int], Samples[dict[str, Any]]] = field(default_factory=dict)
     _launcher: LauncherRanks | None = None
     _simulated: dict[tuple[int, int, Path], SimulatedRanks] = field(default_factory=dict)
 

@@ -163,7 +163,8 @@ def one_save(
     Returns:
         ``stall_s``: seconds for which training stood still on this rank. ``commit_s``: seconds from the start of the
         save until it was complete and, where the way promises that, durable. ``rise_bytes``: by how much the peak of
-        the resident memory was above what was resident before. ``save``: of ours, see :func:`package.described`.
+        the resident memory was above what was resident before the first save. ``save``: of ours, see
+        :func:`package.described`.
     """
     state = state_of(total_bytes, sharded=sharded)
     state.change()
@@ -284,11 +285,13 @@ class Measured:
     """Put before a Trainer class: takes the time of each ``_save_checkpoint``, and the memory that it needs."""
 
     bench_after_save: Callable[[Path], None] | None = None
+    _bench_before: int | None = None
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         barrier()
-        self._bench_before = resident_bytes()
-        reset_peak()
+        if self._bench_before is None:  # what a first save keeps for the others belongs to the cost, too
+            self._bench_before = resident_bytes()
+            reset_peak()
         self._bench_started = time.perf_counter()
         super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
         if self.bench_after_save is not None:
@@ -302,7 +305,7 @@ class Measured:
         return {
             "stall_s": self._bench_stall_s,
             "commit_s": self._bench_stall_s if save is None else max(save["total_s"], self._bench_stall_s),
-            "rise_bytes": peak_bytes() - self._bench_before,
+            "rise_bytes": peak_bytes() - (self._bench_before or 0),
             "save": save,
         }
 

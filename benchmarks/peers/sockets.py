@@ -6,6 +6,7 @@ them down and fsyncs. With digests, both take the one that checkpoints have, ove
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -23,35 +24,38 @@ BUFFERS = 3
 TIMEOUT_S = 600.0
 
 
-def connection(*, source: int, destination: int) -> socket.socket | None:
+@contextlib.contextmanager
+def connection(*, source: int, destination: int) -> Iterator[socket.socket | None]:
     """A connection from rank to rank; None on the ranks that are neither. Called on every rank."""
+    peer: socket.socket | None = None
     nowhere: tuple[str, int] | None = None
     if rank() == destination:
         with listening() as server:
             host, port = server.getsockname()[:2]
             exchange((host, port))
             server.settimeout(TIMEOUT_S)
-            accepted, _ = server.accept()
-            accepted.settimeout(TIMEOUT_S)
-            return accepted
-    address = exchange(nowhere)[destination]
-    if rank() != source or address is None:
-        return None
-    return socket.create_connection(address, timeout=TIMEOUT_S)
+            peer, _ = server.accept()
+            peer.settimeout(TIMEOUT_S)
+    else:
+        address = exchange(nowhere)[destination]
+        if rank() == source and address is not None:
+            peer = socket.create_connection(address, timeout=TIMEOUT_S)
+    with contextlib.nullcontext() if peer is None else peer:
+        yield peer
 
 
 def wire_seconds(*, total_bytes: int, source: int, destination: int) -> float:
     """Seconds from the first byte to the receiver's answer after the last one; nothing is read or written. Every rank
     calls it; the sender gives the time, the others 0.0."""
-    peer = connection(source=source, destination=destination)
-    barrier()
-    if peer is None:
-        return 0.0
-    with peer:
+    with connection(source=source, destination=destination) as peer:
+        barrier()
+        if peer is None:
+            return 0.0
         buffer = memoryview(bytearray(min(BLOCK_BYTES, total_bytes)))
         if rank() == destination:
-            for _ in _received(peer, buffer, total_bytes):
-                pass
+            left = total_bytes
+            while left:
+                left -= _fill(peer, buffer, min(left, len(buffer)))
             peer.sendall(b"!")
             return 0.0
         started = time.perf_counter()
@@ -64,16 +68,22 @@ def wire_seconds(*, total_bytes: int, source: int, destination: int) -> float:
         return time.perf_counter() - started
 
 
-def move_file(*, path: Path, target: Path, source: int, destination: int, digests: bool) -> None:
-    """Bring one file from rank to rank, durable when it returns on both. Every rank calls it."""
-    peer = connection(source=source, destination=destination)
+def move_file(peer: socket.socket | None, *, path: Path, target: Path, sends: bool, digests: bool) -> None:
+    """Bring one file through a connection, durable when this returns on both sides; nothing to do where there is none.
+
+    Args:
+        peer: what :func:`connection` gave.
+        path: of the file, for the sender.
+        target: where it goes, for the receiver.
+        sends: which of the two this is.
+        digests: whether both take the digest that checkpoints have, and compare.
+    """
     if peer is None:
         return
-    with peer:
-        if rank() == source:
-            _send(peer, path, digests=digests)
-        else:
-            _receive(peer, target, digests=digests)
+    if sends:
+        _send(peer, path, digests=digests)
+    else:
+        _receive(peer, target, digests=digests)
 
 
 def _send(peer: socket.socket, path: Path, *, digests: bool) -> None:
@@ -125,15 +135,6 @@ def _receive(peer: socket.socket, target: Path, *, digests: bool) -> None:
         writer.join()
         os.fsync(stream.fileno())
     peer.sendall(digest.digest())
-
-
-def _received(peer: socket.socket, buffer: memoryview, total: int) -> Iterator[int]:
-    while total:
-        count = peer.recv_into(buffer, min(total, len(buffer)))
-        if not count:
-            raise OSError("the sender has gone")
-        total -= count
-        yield count
 
 
 def _fill(peer: socket.socket, buffer: memoryview, total: int) -> int:

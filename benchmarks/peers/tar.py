@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
-from benchmarks.measure import Unavailable
-from benchmarks.peers.sockets import TIMEOUT_S, connection
-from benchmarks.process import rank
+from benchmarks.peers.sockets import TIMEOUT_S
 
 
-def move(*, source_root: Path, destination_root: Path, source: int, destination: int) -> None:
-    """Bring the files below ``source_root`` from rank to rank. Every rank calls it.
+def problem() -> str | None:
+    """Why there is no tar here; None where there is."""
+    return None if shutil.which("tar") else "tar is not installed"
 
-    Raises:
-        Unavailable: there is no tar.
-    """
-    if shutil.which("tar") is None:
-        raise Unavailable("tar is not installed")
-    peer = connection(source=source, destination=destination)
+
+def move(peer: socket.socket | None, *, source_root: Path, destination_root: Path, sends: bool) -> None:
+    """Bring the files below ``source_root`` through a connection; nothing to do where there is none."""
     if peer is None:
         return
-    with peer:
-        peer.setblocking(True)  # tar gets it as its standard input or output
-        if rank() == source:
-            subprocess.run(
-                ["tar", "-C", str(source_root), "-cf", "-", "."],
-                stdin=subprocess.DEVNULL,
-                stdout=peer.fileno(),
-                timeout=TIMEOUT_S,
-                check=True,
-            )
-        else:
-            destination_root.mkdir(parents=True, exist_ok=True)
-            subprocess.run(
-                ["tar", "-C", str(destination_root), "-xf", "-"], stdin=peer.fileno(), timeout=TIMEOUT_S, check=True
-            )
+    peer.setblocking(True)  # tar gets it as its standard input or output
+    if sends:
+        command = ["tar", "-C", str(source_root), "-cf", "-", "."]
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=peer.fileno(), timeout=TIMEOUT_S, check=True)
+        peer.shutdown(socket.SHUT_WR)
+    else:
+        destination_root.mkdir(parents=True, exist_ok=True)
+        command = ["tar", "-C", str(destination_root), "-xf", "-"]
+        subprocess.run(command, stdin=peer.fileno(), timeout=TIMEOUT_S, check=True)

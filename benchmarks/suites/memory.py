@@ -12,24 +12,20 @@ from benchmarks.suites.commit import LAYOUTS
 
 SUITE = "memory"
 TARGET = Target("<=", 64 << 20)
-REPEATS = 2  # the figure hardly varies, and the checkpoint is the largest one
 
 
 def run(bench: Bench) -> None:
-    """The largest size, on one disk and on split ones."""
-    ranks = bench.ranks()
+    """The largest size, on one disk and on split ones; the saves are those of the stall suites."""
     size = max(bench.settings.sizes)
     for layout, words in LAYOUTS.items():
         case = f"{format_size(size)}, {words}"
         with bench.row_of(SUITE, case):
             _layout(bench, layout, size, case)
-    ranks.run(workload.forget)
+    bench.ranks().run(workload.forget)
 
 
 def _layout(bench: Bench, layout: Layout, size: int, case: str) -> None:
-    ranks = bench.ranks()
-    repeats = min(REPEATS, bench.settings.repeats)
-    samples = stall.take(ranks, ["stock", *package.MODES], size=size, layout=layout, repeats=repeats)
+    samples = stall.saves(bench, layout, size)
     stock = [sample["rise_bytes"] for sample in samples.of("stock")]
     for mode in package.MODES:
         with bench.row_of(SUITE, f"{case}, {mode}", against="stock Trainer"):
@@ -39,6 +35,6 @@ def _layout(bench: Bench, layout: Layout, size: int, case: str) -> None:
             ]
             # Buffers for the whole state are what memory staging is; there the figure is told, not judged.
             target = None if mode == "memory" else TARGET
-            note = f"of the rank for which it is most; {ranks.description}"
+            note = f"of the rank for which it is most; {bench.ranks().description}"
             series = Series("peak over stock", "bytes", tuple(over))
             bench.add(Row.value(SUITE, f"{case}, {mode}", series, target=target, note=note))

@@ -8,12 +8,13 @@ from typing import Any
 
 from benchmarks import package, workload
 from benchmarks.measure import Samples, Series, Target, Unavailable, alternate, format_size, slowest
-from benchmarks.peers import dlrover
+from benchmarks.peers import disk, dlrover, sockets
 from benchmarks.ranks import Layout, Ranks
 from benchmarks.report import Row
 from benchmarks.runner import Bench
 
 SHARED, LOCAL = "stall-shared", "stall-local"
+LIMIT = "bytes over the slower of wire and disk"
 NAMES = {
     "stock": "stock Trainer",
     "stock+fsync": "stock with fsync of all files",
@@ -66,9 +67,8 @@ def run_local(bench: Bench) -> None:
 def _run(bench: Bench, suite: str, layout: Layout, rows: tuple[tuple[str, str, Target | None], ...]) -> None:
     ranks = bench.ranks()
     for size in bench.settings.sizes:
-        arms = list(dict.fromkeys([peer for _, peer, _ in rows] + [arm for arm, _, _ in rows]))
         with bench.row_of(suite, format_size(size)):
-            samples = take(ranks, arms, size=size, layout=layout, repeats=bench.settings.repeats)
+            samples = saves(bench, layout, size)
             for arm, peer, target in rows:
                 case = f"{format_size(size)}, {NAMES.get(arm, arm)}"
                 with bench.row_of(suite, case, against=NAMES[peer]):
@@ -80,11 +80,21 @@ def _run(bench: Bench, suite: str, layout: Layout, rows: tuple[tuple[str, str, T
     ranks.run(workload.forget)
 
 
+def saves(bench: Bench, layout: Layout, size: int) -> Samples[dict[str, Any]]:
+    """Every arm's saves of one size, beside the limit that wire and disk set; taken once in a run."""
+    if (layout, size) not in bench.saves:
+        rows = {"shared": SHARED_ROWS, "split": LOCAL_ROWS}[layout]
+        arms = [LIMIT, *dict.fromkeys(arm for mine, peer, _ in rows for arm in (peer, mine))]
+        repeats = bench.settings.repeats
+        bench.saves[layout, size] = _take(bench.ranks(), arms, size=size, layout=layout, repeats=repeats)
+    return bench.saves[layout, size]
+
+
 def _stalls(samples: Samples[dict[str, Any]], arm: str) -> Series:
     return samples.series(arm, lambda sample: float(sample["stall_s"]), name=NAMES.get(arm, f"ours, {arm}"))
 
 
-def take(ranks: Ranks, arms: list[str], *, size: int, layout: Layout, repeats: int) -> Samples[dict[str, Any]]:
+def _take(ranks: Ranks, arms: list[str], *, size: int, layout: Layout, repeats: int) -> Samples[dict[str, Any]]:
     """Saves in the ways of ``arms``, in turn; of each the slowest rank's seconds, and every rank's phases."""
     directories = ranks.directories(layout, "run")
     per_rank: list[Mapping[str, str]] = [{"directory": directory} for directory in directories]
@@ -116,4 +126,17 @@ def take(ranks: Ranks, arms: list[str], *, size: int, layout: Layout, repeats: i
             ],
         }
 
-    return alternate({arm: functools.partial(sample, arm) for arm in arms}, repeats=repeats)
+    def limit() -> dict[str, Any]:
+        return {"commit_s": limit_seconds(ranks, layout, size)}
+
+    return alternate({arm: limit if arm == LIMIT else functools.partial(sample, arm) for arm in arms}, repeats=repeats)
+
+
+def limit_seconds(ranks: Ranks, layout: Layout, size: int) -> float:
+    """All bytes over the slower of the disk, written and fsynced by one process, and of the wire, where it is used."""
+    per_rank = [{"directory": directory} for directory in ranks.directories(layout, "limit")]
+    seconds = max(ranks.run(disk.write_seconds, per_rank=per_rank, total_bytes=size, on_rank=0))
+    if layout == "split" and ranks.nodes > 1:
+        wire = ranks.run(sockets.wire_seconds, total_bytes=size, source=ranks.far_rank, destination=0)
+        seconds = max(seconds, *wire)
+    return float(seconds)
