@@ -264,6 +264,15 @@ def call_on_host(
     return resolve(name)(**{**arguments, **mine})
 
 
+def first_error(error: Exception) -> str:
+    """What went wrong on the first rank that raised, in one line."""
+    if isinstance(error, ScenarioError):
+        raised = [failure for _, failure in sorted(error.errors.items()) if not failure.unanswered]
+        failure = raised[0] if raised else next(iter(error.errors.values()))
+        return f"{failure.type.rpartition('.')[2]}: {failure.message.partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def is_launched() -> bool:
     """Whether a launcher has started this process as one of several ranks."""
     slurm_tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1

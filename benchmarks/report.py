@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Ratio, Series, Target, Unavailable
+from benchmarks.measure import Ratio, Series, Target
+from benchmarks.ranks import first_error
 
 JSON_NAME = "results.json"
 TABLE_NAME = "results.md"
@@ -198,8 +199,6 @@ def _number(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def note_failure(report: Report, suite: str, error: BaseException) -> None:
+def note_failure(report: Report, suite: str, error: Exception) -> None:
     """A suite that broke off has a row that says so."""
-    first = next(iter(str(error).splitlines()), "") or type(error).__name__
-    prefix = "" if isinstance(error, Unavailable) else f"failed: {type(error).__name__}: "
-    report.rows.append(Row.absent(suite, "all of it", prefix + first))
+    report.rows.append(Row.absent(suite, "all of it", f"failed: {first_error(error)}"))

@@ -169,28 +169,36 @@ def one_save(
     state = state_of(total_bytes, sharded=sharded)
     state.change()
     path = Path(directory)
+    _clear(path, is_split=is_split)
     path.mkdir(parents=True, exist_ok=True)
-    barrier()
     if rank() == 0:
         flush_disks()
     barrier()
-    try:
-        if arm == "copy":
-            tensors = state.tensors()
-            copying.warm_up(tensors)
-            try:
-                return _timed(lambda: copying.copy_into_warm(tensors))
-            finally:
-                copying.forget()
-        if arm == "dcp":
-            return dcp.save(state.model, state.optimizer, path / "checkpoint", barrier)
-        with _rsync_server(path, wanted=arm in RSYNC_ARMS) as rsync_to:
-            return run_trainer(arm, state, path, is_split=is_split, warmups=warmups, rsync_to=rsync_to)
-    finally:
-        barrier()
-        if rank() == 0 or is_split:
-            shutil.rmtree(path, ignore_errors=True)
-        barrier()
+    result = _save(arm, state, path, is_split=is_split, warmups=warmups)
+    # Not in a finally clause: where one rank has failed, the others do not come to a barrier.
+    _clear(path, is_split=is_split)
+    return result
+
+
+def _clear(path: Path, *, is_split: bool) -> None:
+    barrier()
+    if rank() == 0 or is_split:
+        shutil.rmtree(path, ignore_errors=True)
+    barrier()
+
+
+def _save(arm: str, state: State, path: Path, *, is_split: bool, warmups: int) -> dict[str, Any]:
+    if arm == "copy":
+        tensors = state.tensors()
+        copying.warm_up(tensors)
+        try:
+            return _timed(lambda: copying.copy_into_warm(tensors))
+        finally:
+            copying.forget()
+    if arm == "dcp":
+        return dcp.save(state.model, state.optimizer, path / "checkpoint", barrier)
+    with _rsync_server(path, wanted=arm in RSYNC_ARMS) as rsync_to:
+        return run_trainer(arm, state, path, is_split=is_split, warmups=warmups, rsync_to=rsync_to)
 
 
 def _timed(action: Callable[[], None]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from typing import Any
 from benchmarks import package, workload
 from benchmarks.measure import Samples, Series, Target, Unavailable, alternate, format_size, slowest
 from benchmarks.peers import disk, dlrover, sockets
-from benchmarks.ranks import Layout, Ranks
+from benchmarks.ranks import Layout, Ranks, first_error
 from benchmarks.report import Row
 from benchmarks.runner import Bench
+from tests.cluster import ScenarioError
 
 SHARED, LOCAL = "stall-shared", "stall-local"
 LIMIT = "bytes over the slower of wire and disk"
@@ -105,15 +106,21 @@ def _take(ranks: Ranks, arms: list[str], *, size: int, layout: Layout, repeats: 
             problem = dlrover.problem()
         if problem is not None:
             raise Unavailable(problem)
-        results = ranks.run(
-            workload.one_save,
-            per_rank=per_rank,
-            arm=arm,
-            total_bytes=size,
-            sharded=layout == "split",
-            is_split=layout == "split",
-            warmups=WARMUPS.get(arm, 0),
-        )
+        try:
+            results = ranks.run(
+                workload.one_save,
+                per_rank=per_rank,
+                arm=arm,
+                total_bytes=size,
+                sharded=layout == "split",
+                is_split=layout == "split",
+                warmups=WARMUPS.get(arm, 0),
+            )
+        except (ScenarioError, RuntimeError) as error:
+            if arm in package.MODES or arm == "stock":
+                raise
+            # A peer may not fit the other packages that are installed; that is no failure of the suite.
+            raise Unavailable(f"{NAMES[arm]} failed here: {first_error(error)}") from error
         saves = [result["save"] for result in results]
         return {
             "stall_s": slowest(results, "stall_s"),
