@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.suites import SUITES
 
     options = parser().parse_args(arguments)
+    warnings.simplefilter("ignore", FutureWarning)  # of other packages, with every save
     names = [name for name in SUITES if not options.suite or name in options.suite]
     settings = settings_of(options)
     directories = list(dict.fromkeys([settings.directory, settings.other_disks, settings.memory]))

@@ -40,13 +40,11 @@ class Ranks(abc.ABC):
     Attributes:
         nodes: how many nodes they are on.
         ranks_per_node: how many there are on each.
-        is_writer: whether this process writes results.
         description: for the reader of a result.
     """
 
     nodes: int
     ranks_per_node: int
-    is_writer = True
     description = ""
 
     @property
@@ -147,7 +145,6 @@ class LauncherRanks(Ranks):
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S)
             )
         self._rank = dist.get_rank()
-        self.is_writer = self._rank == 0
         hosts_of = self._exchange(os.environ.get("GROUP_RANK") or socket.gethostname())
         self.nodes = len(dict.fromkeys(hosts_of))
         self.ranks_per_node = dist.get_world_size() // self.nodes
@@ -188,6 +185,7 @@ class LauncherRanks(Ranks):
     def close(self) -> None:
         dist.barrier()
         shutil.rmtree(self._root, ignore_errors=True)
+        dist.destroy_process_group()
 
     def _look(self) -> Layout:
         (self._root / f"seen-{self._rank}").touch()
@@ -277,6 +275,11 @@ def is_launched() -> bool:
     """Whether a launcher has started this process as one of several ranks."""
     slurm_tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 or slurm_tasks > 1
+
+
+def launched_rank() -> int:
+    """This process's rank; 0 where there is no launcher. Known before any process group is."""
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) if is_launched() else 0
 
 
 def _take_over_slurm() -> None:

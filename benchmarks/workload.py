@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks import package
 from benchmarks.measure import Unavailable, flush_disks
@@ -244,13 +244,15 @@ def run_trainer(
 def build(trainer_class: type[Any], state: State, arguments: TrainingArguments, **more: Any) -> Any:
     """A Trainer over the state that is there."""
     schedule = torch.optim.lr_scheduler.LambdaLR(state.optimizer, lambda step: 1.0)
-    return trainer_class(
+    trainer = trainer_class(
         model=state.model,
         args=arguments,
         train_dataset=_Examples(),
         optimizers=(state.optimizer, schedule),
         **more,
     )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 class _Changes(TrainerCallback):  # type: ignore[misc]
