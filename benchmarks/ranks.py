@@ -73,8 +73,13 @@ class Ranks(abc.ABC):
         """
 
     @abc.abstractmethod
-    def directories(self, layout: Layout, name: str) -> list[str]:
+    def directories(self, layout: Layout, name: str, *, in_memory: bool = False) -> list[str]:
         """A directory for each rank, not made yet: one for all, or one for each node.
+
+        Args:
+            layout: which of the two.
+            name: its name.
+            in_memory: on a memory file system instead of the disk, where ranks are simulated.
 
         Raises:
             Unavailable: the directory that the user gave is not of this kind.
@@ -96,12 +101,14 @@ class SimulatedRanks(Ranks):
         nodes, ranks_per_node: how many.
         directory: node 0's disk, and the shared one, are below it.
         other_disks: the other nodes' disks are below it.
+        memory: a memory file system.
     """
 
-    def __init__(self, nodes: int, ranks_per_node: int, *, directory: Path, other_disks: Path) -> None:
+    def __init__(self, nodes: int, ranks_per_node: int, *, directory: Path, other_disks: Path, memory: Path) -> None:
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self.description = f"{nodes} simulated nodes of {ranks_per_node} rank(s)"
-        self._places = [Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place)) for place in (directory, other_disks)]
+        places = (directory, other_disks, memory)
+        self._home, self._others, self._memory = (Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place)) for place in places)
         self._cluster = Cluster(nodes, ranks_per_node, group_timeout_s=GROUP_TIMEOUT_S)
 
     def run(
@@ -115,8 +122,8 @@ class SimulatedRanks(Ranks):
                     raise Unavailable(error.message) from failed
             raise
 
-    def directories(self, layout: Layout, name: str) -> list[str]:
-        home, others = self._places
+    def directories(self, layout: Layout, name: str, *, in_memory: bool = False) -> list[str]:
+        home, others = (self._memory, self._memory) if in_memory else (self._home, self._others)
         if layout == "shared":
             return [str(home / "shared" / name)] * self.world_size
         nodes = [rank // self.ranks_per_node for rank in range(self.world_size)]
@@ -124,7 +131,7 @@ class SimulatedRanks(Ranks):
 
     def close(self) -> None:
         self._cluster.close()
-        for place in self._places:
+        for place in (self._home, self._others, self._memory):
             shutil.rmtree(place, ignore_errors=True)
 
 
@@ -174,7 +181,7 @@ class LauncherRanks(Ranks):
                 raise RuntimeError(text)
         return [value for _, value in outcomes]
 
-    def directories(self, layout: Layout, name: str) -> list[str]:
+    def directories(self, layout: Layout, name: str, *, in_memory: bool = False) -> list[str]:
         if layout != self.layout and self.nodes > 1:
             raise Unavailable(f"the nodes' directories are {self.layout}; give another --directory for this row")
         return [str(self._root / name)] * self.world_size
@@ -242,7 +249,7 @@ class HostRanks(Ranks):
             per_rank=list(per_rank) if per_rank else None,
         )
 
-    def directories(self, layout: Layout, name: str) -> list[str]:
+    def directories(self, layout: Layout, name: str, *, in_memory: bool = False) -> list[str]:
         if layout == "shared":
             return [str(self._directory / "shared" / name)] * self.world_size
         return [str(self._directory / f"node{node}" / name) for node in range(self.nodes)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import file_system
 from benchmarks.measure import Samples, Unavailable
 from benchmarks.ranks import LauncherRanks, Layout, Ranks, SimulatedRanks, is_launched, launched_rank
 from benchmarks.report import Report, Row, note_failure
@@ -54,14 +55,14 @@ class Bench:
     report: Report
     saves: dict[tuple[Layout, int], Samples[dict[str, Any]]] = field(default_factory=dict)
     _launcher: LauncherRanks | None = None
-    _simulated: dict[tuple[int, int, Path], SimulatedRanks] = field(default_factory=dict)
+    _simulated: dict[tuple[int, int], SimulatedRanks] = field(default_factory=dict)
 
     @property
     def is_launched(self) -> bool:
         """Whether ranks are a launcher's."""
         return is_launched()
 
-    def ranks(self, nodes: int | None = None, ranks: int | None = None, *, directory: Path | None = None) -> Ranks:
+    def ranks(self, nodes: int | None = None, ranks: int | None = None) -> Ranks:
         """The launcher's ranks, whatever is asked for; or simulated nodes, started when first asked for.
 
         Simulated nodes of another shape end: their memory is needed.
@@ -70,12 +71,14 @@ class Bench:
             if self._launcher is None:
                 self._launcher = LauncherRanks(self.settings.directory)
             return self._launcher
-        place = directory or self.settings.directory
-        shape = (nodes or self.settings.nodes, ranks or self.settings.ranks, place)
+        shape = (nodes or self.settings.nodes, ranks or self.settings.ranks)
         if shape not in self._simulated:
             self.end_simulated()
             self._simulated[shape] = SimulatedRanks(
-                shape[0], shape[1], directory=place, other_disks=directory or self.settings.other_disks
+                *shape,
+                directory=self.settings.directory,
+                other_disks=self.settings.other_disks,
+                memory=self.settings.memory,
             )
         return self._simulated[shape]
 
@@ -94,6 +97,12 @@ class Bench:
             yield
         except Unavailable as reason:
             self.add(Row.absent(suite, case, str(reason), against=against))
+
+    @property
+    def places(self) -> dict[bool, str]:
+        """The disk, and where nodes are simulated a memory file system, too: whether it is one, and its type."""
+        places = {False: file_system(self.settings.directory)}
+        return places if self.is_launched else {True: file_system(self.settings.memory), **places}
 
     @property
     def is_writer(self) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 from benchmarks import moving
-from benchmarks.machine import file_system
 from benchmarks.measure import MB, Samples, Series, Target, Unavailable, alternate, format_size
 from benchmarks.ranks import HostRanks, Ranks
 from benchmarks.report import Row
@@ -31,13 +29,11 @@ SIMULATED_ONLY = frozenset({"scp"})
 def run(bench: Bench) -> None:
     """On the disk, and on a memory file system, where no disk hides what the rest costs."""
     size = min(DEFAULT_BYTES, max(bench.settings.sizes))
-    places: list[Path | None] = [None] if bench.is_launched else [None, bench.settings.memory]
-    for place in places:
-        words = file_system(place or bench.settings.directory)
+    for in_memory, words in bench.places.items():
         with bench.row_of(SUITE, f"{format_size(size)}, {words}"):
-            ranks = bench.ranks(2, 1, directory=place)
+            ranks = bench.ranks(2, 1)
             tools = list(dict.fromkeys(tool for ours, peer, _ in ROWS for tool in (ours, peer)))
-            samples = take(ranks, tools, size=size, repeats=bench.settings.repeats, launched=bench.is_launched)
+            samples = take(bench, ranks, tools, size=size, in_memory=in_memory)
             for ours, peer, target in ROWS:
                 case = f"{format_size(size)}, {words}, {ours}"
                 with bench.row_of(SUITE, case, against=peer):
@@ -50,11 +46,10 @@ def run_wire(bench: Bench) -> None:
     size = min(WIRE_BYTES, max(bench.settings.sizes))
     case = f"{format_size(size)}, {WIRE_RATE}"
     with bench.row_of(WIRE, case):
-        bench.end_simulated()
         ranks = HostRanks(2, rate=WIRE_RATE, directory=bench.settings.memory)
         try:
             tools = ["ours", "raw sockets with digests"]
-            samples = take(ranks, tools, size=size, repeats=bench.settings.repeats, launched=False)
+            samples = take(bench, ranks, tools, size=size)
         finally:
             ranks.close()
         link = Series("the link's rate", "MB/s", (WIRE_BYTES_PER_S / MB,) * bench.settings.repeats)
@@ -65,30 +60,29 @@ def run_wire(bench: Bench) -> None:
                 bench.add(Row.ratio(WIRE, f"{case}, {tool}", measured, link, target=target, note=note))
 
 
-def take(ranks: Ranks, tools: list[str], *, size: int, repeats: int, launched: bool, count: int = 1) -> Samples[float]:
+def take(
+    bench: Bench, ranks: Ranks, tools: list[str], *, size: int, in_memory: bool = False, count: int = 1
+) -> Samples[float]:
     """Seconds of the slower of sender and receiver, with each tool in turn.
 
     Raises:
         Unavailable: there is but one node.
     """
     source, destination = ranks.far_rank, 0
-    roots = [
-        {"root": here, "source_root": here, "destination_root": there}
-        for here, there in zip(ranks.directories("split", "from"), ranks.directories("split", "to"), strict=True)
-    ]
-    just_root = [{"root": each["root"]} for each in roots]
-    both = [{key: each[key] for key in ("source_root", "destination_root")} for each in roots]
+    here, there = (ranks.directories("split", name, in_memory=in_memory) for name in ("from", "to"))
+    just_root = [{"root": root} for root in here]
+    both = [{"source_root": one, "destination_root": other} for one, other in zip(here, there, strict=True)]
     ranks.run(moving.make_files, per_rank=just_root, count=count, total_bytes=size, on_rank=source)
 
     def sample(tool: str) -> float:
-        if launched and tool in SIMULATED_ONLY:
+        if bench.is_launched and tool in SIMULATED_ONLY:
             raise Unavailable("no ssh server is started on real nodes")
         return float(
             max(ranks.run(moving.move_seconds, per_rank=both, tool=tool, source=source, destination=destination))
         )
 
     try:
-        return alternate({tool: functools.partial(sample, tool) for tool in tools}, repeats=repeats)
+        return alternate({tool: functools.partial(sample, tool) for tool in tools}, repeats=bench.settings.repeats)
     finally:
         ranks.run(moving.remove, per_rank=just_root)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from benchmarks import protocol_ranks
-from benchmarks.machine import file_system
 from benchmarks.measure import Series, Target
 from benchmarks.ranks import Ranks
 from benchmarks.report import Row
@@ -20,28 +17,26 @@ MANY_FILES = 100
 
 
 def run(bench: Bench) -> None:
-    """The time on each file system, and the number of collectives with 2 and 4 ranks and with 1 and 100 files."""
-    places: list[Path | None] = [None] if bench.is_launched else [bench.settings.memory, None]
-    for place in places:
-        words = file_system(place or bench.settings.directory)
-        with bench.row_of(SUITE, words):
-            _time(bench, bench.ranks(2, RANKS // 2, directory=place), words)
+    """The number of collectives with 2 and 4 ranks and with 1 and 100 files, and the time on each file system."""
     counts: dict[tuple[int, int], tuple[int, int]] = {}
-    shapes = [None] if bench.is_launched else [(2, RANKS // 2), (2, 1)]
     with bench.row_of(SUITE, "collectives of a save"):
-        for shape in shapes:
-            ranks = bench.ranks(*(shape or ()), directory=places[0])
+        for ranks_per_node in (1, RANKS // 2):
+            ranks = bench.ranks(2, ranks_per_node)
             for files in (1, MANY_FILES):
                 counts[ranks.world_size, files] = _count(ranks, files)
         _compare(bench, counts)
+    for in_memory, words in bench.places.items():
+        with bench.row_of(SUITE, words):
+            _time(bench, bench.ranks(2, RANKS // 2), words, in_memory=in_memory)
 
 
-def _time(bench: Bench, ranks: Ranks, words: str) -> None:
+def _time(bench: Bench, ranks: Ranks, words: str, *, in_memory: bool) -> None:
     count = WARMUPS + bench.settings.repeats * SAVES_PER_REPEAT
+    layout = ranks.nearest_layout("shared")
     results = ranks.run(
         protocol_ranks.saves,
-        per_rank=[{"directory": directory} for directory in ranks.directories(ranks.nearest_layout("shared"), "run")],
-        is_split=ranks.nearest_layout("shared") == "split",
+        per_rank=[{"directory": directory} for directory in ranks.directories(layout, "run", in_memory=in_memory)],
+        is_split=layout == "split",
         bytes_per_rank=0,
         files_per_rank=1,
         count=count,
@@ -65,7 +60,7 @@ def _count(ranks: Ranks, files: int) -> tuple[int, int]:
     layout = ranks.nearest_layout("split")
     results = ranks.run(
         protocol_ranks.saves,
-        per_rank=[{"directory": directory} for directory in ranks.directories(layout, "count")],
+        per_rank=[{"directory": directory} for directory in ranks.directories(layout, "count", in_memory=True)],
         is_split=layout == "split",
         bytes_per_rank=files * 1000,
         files_per_rank=files,

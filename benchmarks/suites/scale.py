@@ -23,7 +23,7 @@ def run(bench: Bench) -> None:
     base: Series | None = None
     for nodes in NODES:
         with bench.row_of(SUITE, f"{nodes} nodes"):
-            ranks = bench.ranks(nodes, 1, directory=bench.settings.memory)
+            ranks = bench.ranks(nodes, 1)
             empty = _saves(ranks, 0, bench.settings.repeats)
             full = _saves(ranks, per_node, bench.settings.repeats)
             fixed = Series(f"{nodes} nodes", "s", empty)
@@ -45,7 +45,7 @@ def _saves(ranks: Ranks, per_rank_bytes: int, repeats: int) -> tuple[float, ...]
     """Seconds of the slowest rank, of each save."""
     results = ranks.run(
         protocol_ranks.saves,
-        per_rank=[{"directory": directory} for directory in ranks.directories("split", "run")],
+        per_rank=[{"directory": directory} for directory in ranks.directories("split", "run", in_memory=True)],
         is_split=True,
         bytes_per_rank=per_rank_bytes,
         files_per_rank=1,
