@@ -16,8 +16,7 @@ from benchmarks.measure import parse_size
 from benchmarks.report import Report, Row
 
 DPI = 120
-# The protocol's own order; what is not in it comes after.
-PHASES = ("prepare", "write", "list", "digest", "gather", "commit", "rotate")
+RANK = "rank"  # the one entry of a timeline that is no phase
 
 
 def draw(report: Report, directory: Path) -> list[Path]:
@@ -86,19 +85,18 @@ def _over_nodes(rows: list[Row], path: Path) -> Path | None:
 
 
 def _timelines(timelines: dict[str, list[dict[str, Any]]], path: Path) -> Path | None:
-    """One bar for each rank of each save, made of its phases one after another."""
+    """One bar for each rank of each save, made of its phases one after another: a report has them in that order."""
     shown = {case: ranks for case, ranks in timelines.items() if any(len(rank) > 1 for rank in ranks)}
     if not shown:
         return None
-    phases = [phase for phase in PHASES if any(phase in rank for ranks in shown.values() for rank in ranks)]
-    phases += sorted({phase for ranks in shown.values() for rank in ranks for phase in rank} - {"rank", *PHASES})
+    phases = list(dict.fromkeys(phase for ranks in shown.values() for rank in ranks for phase in rank if phase != RANK))
     colours = dict(zip(phases, plt.get_cmap("tab10").colors * 2, strict=False))
     figure, all_axes = plt.subplots(len(shown), 1, figsize=(9, 1.6 + 1.1 * len(shown)), squeeze=False)
     for axes, (case, ranks) in zip(all_axes[:, 0], shown.items(), strict=True):
         for rank in ranks:
             begin = 0.0
-            for phase in (phase for phase in phases if phase in rank):
-                axes.barh(f"rank {rank['rank']}", rank[phase], left=begin, color=colours[phase])
+            for phase in (phase for phase in rank if phase != RANK):
+                axes.barh(f"rank {rank[RANK]}", rank[phase], left=begin, color=colours[phase])
                 begin += rank[phase]
         axes.set_title(case, fontsize="small", loc="left")
         axes.invert_yaxis()

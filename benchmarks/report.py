@@ -93,7 +93,7 @@ class Report:
     """
 
     machine: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     timelines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

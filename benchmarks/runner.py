@@ -70,6 +70,9 @@ class Bench:
         if self.is_launched:
             if self._launcher is None:
                 self._launcher = LauncherRanks(self.settings.directory)
+                for simulated in ("nodes", "ranks per node", "other nodes' disks"):
+                    self.report.settings.pop(simulated, None)
+                self.report.settings["ranks"] = self._launcher.description
             return self._launcher
         shape = (nodes or self.settings.nodes, ranks or self.settings.ranks)
         if shape not in self._simulated:

@@ -35,6 +35,6 @@ def run(bench: Bench) -> None:
             alone = Series("no save under way", "steps/s", tuple(sample["alone"] for sample in samples))
             # Where every core trains, the worker's share is taken from training: that is told, not judged.
             target = TARGET if spare > 0 else None
-            note = f"{max(spare, 0)} core(s) to spare; {ranks.description}"
+            note = f"{max(spare, 0)} core(s) to spare"
             bench.add(Row.ratio(SUITE, case, during, alone, target=target, note=note))
     ranks.run(training_beside.forget)

@@ -31,5 +31,5 @@ def _size(bench: Bench, layout: Layout, size: int, case: str) -> None:
         with bench.row_of(SUITE, f"{case}, {mode}", against=limit.name):
             ours = samples.series(mode, lambda sample: float(sample["commit_s"]), name=f"ours, {mode}")
             rates = [size / MB / seconds for seconds in (ours.median, limit.median)]
-            note = f"{rates[0]:.0f} MB/s where the limit is {rates[1]:.0f} MB/s; {bench.ranks().description}"
+            note = f"{rates[0]:.0f} MB/s where the limit is {rates[1]:.0f} MB/s"
             bench.add(Row.ratio(SUITE, f"{case}, {mode}", ours, limit, target=TARGET, note=note))

@@ -38,7 +38,7 @@ def run(bench: Bench) -> None:
                 case = f"{format_size(size)}, {words}, {ours}"
                 with bench.row_of(SUITE, case, against=peer):
                     measured, theirs = rates(samples, ours, size), rates(samples, peer, size)
-                    bench.add(Row.ratio(SUITE, case, measured, theirs, target=target, note=ranks.description))
+                    bench.add(Row.ratio(SUITE, case, measured, theirs, target=target))
 
 
 def run_wire(bench: Bench) -> None:
@@ -56,7 +56,7 @@ def run_wire(bench: Bench) -> None:
         for tool, target in zip(tools, (Target(">=", 0.93), None), strict=True):
             with bench.row_of(WIRE, f"{case}, {tool}", against=link.name):
                 measured = rates(samples, tool, size)
-                note = f"the link carries headers, too; {ranks.description}"
+                note = "the link carries headers, too"
                 bench.add(Row.ratio(WIRE, f"{case}, {tool}", measured, link, target=target, note=note))
 
 

@@ -35,6 +35,6 @@ def _layout(bench: Bench, layout: Layout, size: int, case: str) -> None:
             ]
             # Buffers for the whole state are what memory staging is; there the figure is told, not judged.
             target = None if mode == "memory" else TARGET
-            note = f"of the rank for which it is most; {bench.ranks().description}"
+            note = "of the rank for which it is most"
             series = Series("peak over stock", "bytes", tuple(over))
             bench.add(Row.value(SUITE, f"{case}, {mode}", series, target=target, note=note))

@@ -48,7 +48,7 @@ def _present(bench: Bench, ranks: Ranks, size: int) -> None:
     stock = samples.series("stock", float, name=STOCK)
     for verify, target in (("off", Target("<=", 1.1)), ("digest", None)):
         case = f"{format_size(size)}, everything present, verify={verify}"
-        bench.add(Row.ratio(SUITE, case, samples.series(verify, float), stock, target=target, note=ranks.description))
+        bench.add(Row.ratio(SUITE, case, samples.series(verify, float), stock, target=target))
 
 
 def _delivered(bench: Bench, ranks: Ranks, size: int) -> None:
@@ -80,4 +80,4 @@ def _delivered(bench: Bench, ranks: Ranks, size: int) -> None:
     for verify, target in (("off", Target(">=", 0.85)), ("digest", None)):
         case = f"{format_size(size)}, node 1 empty, verify={verify}"
         ours: Series = gather.rates(samples, verify, size)
-        bench.add(Row.ratio(SUITE, case, ours, raw, target=target, note=ranks.description))
+        bench.add(Row.ratio(SUITE, case, ours, raw, target=target))

@@ -28,7 +28,7 @@ def run(bench: Bench) -> None:
             full = _saves(ranks, per_node, bench.settings.repeats)
             fixed = Series(f"{nodes} nodes", "s", empty)
             target = FIXED_TARGET if nodes == max(NODES) else None
-            bench.add(Row.value(SUITE, f"fixed cost, {nodes} nodes", fixed, target=target, note=ranks.description))
+            bench.add(Row.value(SUITE, f"fixed cost, {nodes} nodes", fixed, target=target))
             # Fixed costs are another row's. What is left is per gigabyte of the whole checkpoint.
             giga = nodes * per_node / 1e9
             seconds = tuple(max(second - fixed.median, 1e-9) / giga for second in full)

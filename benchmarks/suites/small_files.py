@@ -24,4 +24,4 @@ def run(bench: Bench) -> None:
                 bench, ranks, ["ours", TAR], size=count * FILE_BYTES, count=count, in_memory=in_memory
             )
             ours, tar = samples.series("ours", float), samples.series(TAR, float)
-            bench.add(Row.ratio(SUITE, case, ours, tar, target=TARGET, note=ranks.description))
+            bench.add(Row.ratio(SUITE, case, ours, tar, target=TARGET))

@@ -74,7 +74,7 @@ def _run(bench: Bench, suite: str, layout: Layout, rows: tuple[tuple[str, str, T
                 case = f"{format_size(size)}, {NAMES.get(arm, arm)}"
                 with bench.row_of(suite, case, against=NAMES[peer]):
                     measured, theirs = _stalls(samples, arm), _stalls(samples, peer)
-                    bench.add(Row.ratio(suite, case, measured, theirs, target=target, note=ranks.description))
+                    bench.add(Row.ratio(suite, case, measured, theirs, target=target))
             if size == max(bench.settings.sizes):
                 for mode in (mode for mode in package.MODES if samples.by_arm[mode]):
                     bench.report.timelines[f"{suite}, {format_size(size)}, {mode}"] = samples.by_arm[mode][-1]["ranks"]
