@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import xxhash
 from benchmarks.measure import Unavailable
 from safe_trainer.channel import Channel
 from safe_trainer.integrity import digest_file
-from safe_trainer.layout import list_files
+from safe_trainer.layout import FileStat, list_files
 from safe_trainer.manifest import FileEntry
 from safe_trainer.options import CheckpointOptions
 from safe_trainer.resume import resume_path
@@ -132,20 +132,18 @@ class Consignment:
     """Files that are to go from one rank to another.
 
     Attributes:
-        names, sizes: of each file, relative to the root on its rank.
+        files: of each its size and mode, by its path relative to the root on its rank.
         source, destination: ranks.
     """
 
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
+    files: Mapping[str, FileStat]
     source: int
     destination: int
 
     @classmethod
     def below(cls, root: Path, *, source: int, destination: int) -> Consignment:
         """All files below ``root``."""
-        found = list_files(root)
-        return cls(tuple(found), tuple(stat.size for stat in found.values()), source, destination)
+        return cls(list_files(root), source, destination)
 
 
 def move_files(
@@ -165,13 +163,20 @@ def move_files(
         if channel.rank != consignment.source:
             return []
         return [
-            FileEntry(path=name, size=size, digest=digest_file(source_root / name), rank=channel.rank, mode=0o644)
-            for name, size in zip(consignment.names, consignment.sizes, strict=True)
+            FileEntry(
+                path=path, size=stat.size, digest=digest_file(source_root / path), rank=channel.rank, mode=stat.mode
+            )
+            for path, stat in consignment.files.items()
         ]
 
     listed = channel.together("digest", entries)[consignment.source]
-    plan = plan_shipments(listed, source=Domain((consignment.source,)), destination=Domain((consignment.destination,)))
-    channel.together("move", lambda: ship(channel, plan, source_root=source_root, destination_root=destination_root))
+    source, destination = Domain((consignment.source,)), Domain((consignment.destination,))
+    plan = plan_shipments(listed, source=source, destination=destination)
+
+    def move() -> None:
+        ship(channel, plan, source_root=source_root, destination_root=destination_root)
+
+    channel.together("move", move)
 
 
 def deliver(run: Run, checkpoint: Path) -> None:
@@ -206,8 +211,3 @@ def last_save(trainer: Any) -> dict[str, Any] | None:
     """What the trainer's last save did (:func:`described`); None for one that is not ours."""
     report = getattr(trainer, "last_save", None)
     return None if report is None else described(report)
-
-
-def file_names(checkpoint: Path) -> Sequence[str]:
-    """The files of a checkpoint, the manifest included."""
-    return list(list_files(checkpoint))

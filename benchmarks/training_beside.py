@@ -14,7 +14,7 @@ from benchmarks.measure import Unavailable
 from benchmarks.process import barrier, exchange
 from tests.training import clean_process
 
-WORK = 40  # products of matrices in a step
+WORK = 20  # products of matrices in a step
 FIRST_STEPS = 5  # of which the times are not typical
 ALONE_STEPS = 40
 MAX_STEPS = 5000
