@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+BENCH_READY := $(VENV)/.ready-bench
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-all test-fast test-crash lint format clean
+.PHONY: help setup demo test test-all test-fast test-crash bench lint format clean
 
 help:
 	@echo "make demo       two simulated nodes with separate disks: train, kill, wipe a disk, resume, merge"
@@ -14,6 +15,7 @@ help:
 	@echo "make test-crash a kill at every file system operation, a power cut after each; prints the table"
 	@echo "make test-all   the whole tables: every engine on every kind of disk"
 	@echo "make test-fs    real shared file systems between hosts, as root (an hour; skips what is not installed)"
+	@echo "make bench      what saving costs beside other means: table and plots in benchmarks/results (half an hour)"
 	@echo "make format     format the code"
 
 setup: $(READY)
@@ -43,6 +45,14 @@ test-crash: $(READY)
 
 test-fs: $(READY)
 	$(BIN)/python -m pytest tests/filesystems --file-systems -ra -o log_cli=true --log-cli-level=INFO
+
+bench: $(BENCH_READY)
+	$(BIN)/python -m benchmarks $(BENCH)
+
+# rsync and an ssh server come with the system; without them their rows say so.
+$(BENCH_READY): $(READY)
+	$(PIP) --no-build-isolation --editable '.[bench]'
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .
