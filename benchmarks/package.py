@@ -14,9 +14,7 @@ import xxhash
 
 from benchmarks.measure import Unavailable
 from safe_trainer.channel import Channel
-from safe_trainer.integrity import digest_file
 from safe_trainer.layout import FileStat, list_files
-from safe_trainer.manifest import FileEntry
 from safe_trainer.options import CheckpointOptions
 from safe_trainer.resume import resume_path
 from safe_trainer.rotation import Rotation
@@ -158,20 +156,8 @@ def move_files(
     """
     if not digests:
         raise Unavailable("this version always takes digests")
-
-    def entries() -> list[FileEntry]:
-        if channel.rank != consignment.source:
-            return []
-        return [
-            FileEntry(
-                path=path, size=stat.size, digest=digest_file(source_root / path), rank=channel.rank, mode=stat.mode
-            )
-            for path, stat in consignment.files.items()
-        ]
-
-    listed = channel.together("digest", entries)[consignment.source]
     source, destination = Domain((consignment.source,)), Domain((consignment.destination,))
-    plan = plan_shipments(listed, source=source, destination=destination)
+    plan = plan_shipments(consignment.files, source=source, destination=destination)
 
     def move() -> None:
         ship(channel, plan, source_root=source_root, destination_root=destination_root)
