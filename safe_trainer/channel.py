@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import socket
 import traceback
 import weakref
@@ -31,6 +32,10 @@ from safe_trainer.watch import UNLIMITED, Peer, Watch, set_group_timeout
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# What a rank says at the end of a step mostly fits: a result of a few fields, or a failure.
+SLOT_BYTES = 1024
+_LENGTH_BYTES = 8
 
 _ENDS_THE_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -167,14 +172,50 @@ class Channel:
             if outcome.failure is not None:
                 outcome = _Outcome(None, self._watch.tell(outcome.failure))
             step.state = "waiting"
-            outcomes: list[_Outcome[T]] = [outcome] * self.world_size
             try:
-                dist.all_gather_object(outcomes, outcome, group=self._group)
+                outcomes = self._exchange(outcome)
             except RuntimeError as broken:
                 raise self._watch.explain(broken) from (error or broken)
             if any(outcome.failure is not None for outcome in outcomes):
                 self._watch.settle()
             return _results(outcomes, error)
+
+    def _exchange(self, outcome: _Outcome[T]) -> list[_Outcome[T]]:
+        """Every rank's outcome, by rank: they go to rank 0, and from there to all.
+
+        Not by ``all_gather_object``: gloo's all_gather sends everything round a ring, and takes 8 times as long with
+        four ranks and 7 times with sixteen (torch 2.13, two cores). What does not fit into a slot goes by itself
+        afterwards, in its own length. Two collectives, or three.
+        """
+        content = pickle.dumps(outcome)
+        slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+        _put(slot, len(content).to_bytes(_LENGTH_BYTES, "big") + content[: SLOT_BYTES - _LENGTH_BYTES])
+        slots = torch.empty(self.world_size * SLOT_BYTES, dtype=torch.uint8)
+        received = list(torch.split(slots, SLOT_BYTES)) if self.rank == 0 else None
+        dist.gather(slot, received, dst=0, group=self._group)
+        dist.broadcast(slots, src=0, group=self._group)
+        told = [bytes(part.numpy()) for part in torch.split(slots, SLOT_BYTES)]
+        lengths = [int.from_bytes(part[:_LENGTH_BYTES], "big") for part in told]
+        contents = [part[_LENGTH_BYTES:][:length] for part, length in zip(told, lengths, strict=True)]
+        long = [rank for rank, length in enumerate(lengths) if length > SLOT_BYTES - _LENGTH_BYTES]
+        if long:
+            for rank, whole in zip(long, self._exchange_long(content, long, lengths), strict=True):
+                contents[rank] = whole
+        return [pickle.loads(content) for content in contents]
+
+    def _exchange_long(self, own: bytes, ranks: list[int], lengths: list[int]) -> list[bytes]:
+        """The contents of ``ranks``, which are too long for a slot."""
+        everything = torch.empty(sum(lengths[rank] for rank in ranks), dtype=torch.uint8)
+        parts = torch.split(everything, [lengths[rank] for rank in ranks])
+        for rank, part in zip(ranks, parts, strict=True):
+            if rank == self.rank:
+                _put(part, own)
+                if self.rank != 0:
+                    self.send(part, to_rank=0)
+            elif self.rank == 0:
+                self.receive(part, from_rank=rank)
+        dist.broadcast(everything, src=0, group=self._group)
+        return [bytes(part.numpy()) for part in parts]
 
     def _attempt(
         self, phase: str, action: Callable[[], T], place: Path | None
@@ -198,6 +239,11 @@ class Channel:
     def receive(self, buffer: torch.Tensor, *, from_rank: int) -> None:
         """Fill a contiguous CPU tensor (1-D) with what ``from_rank`` sends."""
         _pending(dist.irecv(buffer, src=from_rank, group=self._group)).wait(UNLIMITED)
+
+
+def _put(buffer: torch.Tensor, content: bytes) -> None:
+    """Write ``content`` to the beginning of a buffer of bytes."""
+    buffer.numpy()[: len(content)] = memoryview(content)
 
 
 def _release_locals(error: BaseException | None) -> None:

@@ -599,12 +599,23 @@ def _commit(
         with run.directory.lock():
             run.directory.commit(staged)
             kept, problems = _rotate(run, staged, rotation)
-        return _Decision(noted, kept, sum(entry.size for entry in same), noted.warnings + problems)
+        if not run.other_domains:
+            problems += _empty_trash(run)  # it takes no step of its own
+        nameless = dataclasses.replace(noted, files=())  # which all ranks know
+        return _Decision(nameless, kept, sum(entry.size for entry in same), noted.warnings + problems)
 
     decision = run.channel.together("commit", commit, place=staged)[run.topology.home.leader]
     if decision is None:
         raise CheckpointError("home's leader committed without a decision; this is a bug in safe_trainer")
-    return decision
+    return dataclasses.replace(decision, manifest=dataclasses.replace(decision.manifest, files=manifest.files))
+
+
+def _empty_trash(run: Run) -> tuple[str, ...]:
+    try:
+        run.directory.empty_trash()
+    except Exception as error:
+        return (f"the checkpoint was committed, but the trash could not be emptied: {error!r}",)
+    return ()
 
 
 def _rotate(run: Run, staged: Path, rotation: Rotation) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
@@ -623,7 +634,9 @@ def _rotate(run: Run, staged: Path, rotation: Rotation) -> tuple[tuple[int, ...]
 
 def _finish(run: Run, staged: Path, decision: _Decision, entries: Entries) -> tuple[str, ...]:
     """Do on the other disks what the options say, and delete what was removed; failures here are warnings."""
-    if run.other_domains and run.options.local_copies == "full":
+    if not run.other_domains:
+        return ()
+    if run.options.local_copies == "full":
         problem = _complete_local_copies(run, staged, decision.manifest, entries)
         if problem is not None:
             return (problem, *_finish_own(run, staged, decision, entries, drop=True))

@@ -225,7 +225,7 @@ def test_last_save_says_what_was_done(two_nodes: Cluster) -> None:
     assert report["files"] == len(manifest["files"])
     assert report["bytes"] == sum(entry["size"] for entry in manifest["files"])
     assert report["gathered_bytes"] == written_elsewhere
-    assert report["phases"] == ["prepare", "write", "list", "digest", "gather", "commit", "rotate"]
+    assert report["phases"] == ["prepare", "write", "list", "compare", "gather", "commit", "rotate"]
     assert 0 < report["sum_s"] <= report["stall_s"]
 
 
