@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,23 +111,33 @@ class Samples(Generic[T]):
 
 
 def alternate(arms: Mapping[str, Callable[[], T]], *, repeats: int, warmups: int = 0) -> Samples[T]:
-    """Take the arms' samples in turn, A B A B, so that whatever else the machine does meets all of them alike.
+    """Take the arms' samples in turn, so that whatever else the machine does meets all of them alike.
+
+    Each turn has an order of its own, the same in every run: what an arm leaves behind (blocks of the disk that have
+    been written once are faster the second time) would otherwise always meet the same one.
 
     An arm that raises :class:`Unavailable` is left out from then on, with what it had.
     """
     by_arm: dict[str, list[T]] = {name: [] for name in arms}
     missing: dict[str, str] = {}
-    for turn, (name, arm) in itertools.product(range(-warmups, repeats), arms.items()):
+    turns = [(turn, name) for turn in range(-warmups, repeats) for name in _shuffled(arms, turn)]
+    for turn, name in turns:
         if name in missing:
             continue
         try:
-            sample = arm()
+            sample = arms[name]()
         except Unavailable as reason:
             missing[name] = str(reason)
             continue
         if turn >= 0:
             by_arm[name].append(sample)
     return Samples(by_arm, missing)
+
+
+def _shuffled(names: Iterable[str], turn: int) -> list[str]:
+    order = list(names)
+    random.Random(turn).shuffle(order)
+    return order
 
 
 def slowest(results: Iterable[Mapping[str, float]], key: str) -> float:

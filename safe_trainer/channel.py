@@ -233,12 +233,22 @@ class Channel:
 
     def send(self, buffer: torch.Tensor, *, to_rank: int) -> None:
         """Send a contiguous CPU tensor (1-D, any dtype) to ``to_rank``, which must be receiving its size and dtype."""
-        # The time limit of the group does not reach these two operations; wait's own does.
-        _pending(dist.isend(buffer, dst=to_rank, group=self._group)).wait(UNLIMITED)
+        self.start_send(buffer, to_rank=to_rank).wait()
 
     def receive(self, buffer: torch.Tensor, *, from_rank: int) -> None:
         """Fill a contiguous CPU tensor (1-D) with what ``from_rank`` sends."""
-        _pending(dist.irecv(buffer, src=from_rank, group=self._group)).wait(UNLIMITED)
+        self.start_receive(buffer, from_rank=from_rank).wait()
+
+    def start_send(self, buffer: torch.Tensor, *, to_rank: int) -> Transit:
+        """As :meth:`send`, without waiting; the buffer must not change until what this returns has been waited for.
+
+        What is sent to one rank arrives in order.
+        """
+        return Transit(dist.isend(buffer, dst=to_rank, group=self._group))
+
+    def start_receive(self, buffer: torch.Tensor, *, from_rank: int) -> Transit:
+        """As :meth:`receive`, without waiting."""
+        return Transit(dist.irecv(buffer, src=from_rank, group=self._group))
 
 
 def _put(buffer: torch.Tensor, content: bytes) -> None:
@@ -254,10 +264,18 @@ def _release_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _pending(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise CheckpointError("this rank is not in the control group; this is a bug in safe_trainer")
-    return work
+class Transit:
+    """Bytes on their way."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        if work is None:
+            raise CheckpointError("this rank is not in the control group; this is a bug in safe_trainer")
+        self._work = work
+
+    def wait(self) -> None:
+        """Wait until they have arrived, or are on their way and the buffer is free again."""
+        # The time limit of the group does not reach point-to-point operations; wait's own does.
+        self._work.wait(UNLIMITED)
 
 
 def _own_store() -> Store:

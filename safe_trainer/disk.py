@@ -145,6 +145,21 @@ def start_writeback_of(path: Path) -> None:
         os.close(descriptor)
 
 
+def start_writeback_around(path: Path) -> None:
+    """Have everything written back that is dirty on the file system of ``path`` (Linux syncfs(2)).
+
+    Ahead of the fsyncs of many small files: each of them would make the file system find a place for its file, write
+    it, and close its journal, one after the other. No error is reported; that is fsync's business.
+    """
+    call = getattr(ctypes.CDLL(None), "syncfs", None)
+    if call is not None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            call(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 @functools.cache
 def _sync_file_range() -> Any:
     return getattr(ctypes.CDLL(None), "sync_file_range", None)

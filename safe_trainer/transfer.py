@@ -11,7 +11,7 @@ chunk the sender tells its digests, and the receiver compares.
 
 from __future__ import annotations
 
-import io
+import errno
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,21 +21,25 @@ from pathlib import Path
 
 import torch
 
-from safe_trainer.channel import Channel
+from safe_trainer.channel import Channel, Transit
 from safe_trainer.digest import DIGEST_BYTES, BlockDigester, Digests, block_count, united, whole_blocks
-from safe_trainer.disk import naming, preallocate, preallocates, start_writeback
+from safe_trainer.disk import fsync_file, naming, preallocate, preallocates, start_writeback, start_writeback_around
 from safe_trainer.errors import CheckpointError, ConsequenceError
 from safe_trainer.layout import FileStat, check_relative_path, resolve_inside
 from safe_trainer.topology import Domain
 
 CHUNK_BYTES = 16 << 20
-# One being filled, one on the wire, and one in hand: 48 MiB per rank, whatever the checkpoint's size.
+# Two on the wire, and one being read, or stored: 48 MiB per rank, whatever the checkpoint's size.
 BUFFERS = 3
+ON_THE_WIRE = 2
+# What is read or about to be written is digested while the processor's caches have it.
+PIECE_BYTES = 1 << 20
 # fsyncs of many small files are fast only where several are under way, for which the file system makes one commit.
 FSYNC_THREADS = 8
 MAX_OPEN_FILES = 256
-# Below this, setting blocks aside costs more than it brings.
-_MIN_PREALLOCATED_BYTES = 1 << 20
+MANY_FILES = 64
+# Below this, to set blocks aside, to write back early and to fsync in the background costs more than it brings.
+LARGE_BYTES = 1 << 20
 
 _GOOD, _GIVEN_UP = 0, 1
 
@@ -198,26 +202,39 @@ def _send(
     *,
     given_up: bool,
 ) -> Exception | None:
-    """Send a lane's stream. Whatever goes wrong with a file is returned; only the channel's own errors are raised."""
+    """Send a lane's stream. Whatever goes wrong with a file is returned; only the channel's own errors are raised.
+
+    Two chunks are on the wire at a time, so that it does not stand still between them; where the stream is given up,
+    the chunk after the one that says so is sent as well, since its receiver waits for it already.
+    """
     chunks = lane.chunks
     with _Source(root, lane.shipments) as source:
-        filling = deque(
-            worker.submit(source.fill, buffer[:count]) for buffer, count in zip(buffers, chunks, strict=False)
-        )
+        first = zip(buffers, chunks, strict=False)
+        filling = deque(worker.submit(source.fill, buffer[:count]) for buffer, count in first)
+        sending: deque[Transit] = deque()
+        was_given_up = False
         for number, count in enumerate(chunks):
+            if len(sending) == ON_THE_WIRE:
+                sending.popleft().wait()
+                following = number - ON_THE_WIRE + len(buffers)
+                if following < len(chunks):
+                    into = buffers[following % len(buffers)]
+                    filling.append(worker.submit(source.fill, into[: chunks[following]]))
             filling.popleft().result()
-            buffer = buffers[number % len(buffers)]
             if source.problem is not None and not given_up:
                 channel.tell(source.problem)
             given_up = given_up or source.problem is not None or channel.others_failed
+            buffer = buffers[number % len(buffers)]
             buffer[count] = _GIVEN_UP if given_up else _GOOD
-            channel.send(buffer[: count + 1], to_rank=lane.destination)
-            if given_up:
-                wait_for_all(filling)
-                return source.problem or ConsequenceError(f"sending to rank {lane.destination} was given up")
-            following = number + len(buffers)
-            if following < len(chunks):
-                filling.append(worker.submit(source.fill, buffer[: chunks[following]]))
+            sending.append(channel.start_send(buffer[: count + 1], to_rank=lane.destination))
+            if was_given_up:
+                break
+            was_given_up = given_up
+        wait_for_all(filling)
+        for transit in sending:
+            transit.wait()
+        if given_up:
+            return source.problem or ConsequenceError(f"sending to rank {lane.destination} was given up")
         digests = source.finish()
         if source.problem is not None:
             channel.tell(source.problem)
@@ -240,15 +257,22 @@ def _receive(
 ) -> Exception | None:
     """Receive a lane's stream up to its end, or up to where it is given up; returns what went wrong."""
     with _Sink(root, lane.shipments, earlier_problem) as sink:
+        chunks = lane.chunks
         storing: deque[Future[None]] = deque()
+        receiving: deque[Transit] = deque()
         is_told = False
-        for number, count in enumerate(lane.chunks):
-            if len(storing) == len(buffers):
-                storing.popleft().result()
+        for number, count in enumerate(chunks):
+            for ahead in range(number + len(receiving), min(number + ON_THE_WIRE, len(chunks))):
+                if len(storing) > len(buffers) - ON_THE_WIRE:
+                    storing.popleft().result()
+                into = buffers[ahead % len(buffers)]
+                receiving.append(channel.start_receive(into[: chunks[ahead] + 1], from_rank=lane.source))
+            receiving.popleft().wait()
             buffer = buffers[number % len(buffers)]
-            channel.receive(buffer[: count + 1], from_rank=lane.source)
             if buffer[count] != _GOOD:
                 wait_for_all(storing)
+                for transit in receiving:
+                    transit.wait()
                 return sink.problem or ConsequenceError(f"rank {lane.source} has given up sending")
             if sink.problem is not None and not is_told:
                 channel.tell(sink.problem)
@@ -283,16 +307,41 @@ def _split(told: torch.Tensor) -> Iterator[bytes]:
 # --- the two ends ---
 
 
+class _Places:
+    """Where files are below a root; each directory is looked at once, since there can be many small files."""
+
+    def __init__(self, root: Path | None) -> None:
+        self.root = root
+        self._checked: set[str] = set()
+
+    def path_of(self, shipment: Shipment, *, make: bool) -> str:
+        """The absolute path of a file, which does not lead out of the root through its directories.
+
+        Raises:
+            UnsafePathError: it does.
+        """
+        if self.root is None:
+            raise CheckpointError(f"this rank has no files to send or keep, but was asked for {shipment.path}")
+        directory = os.path.dirname(check_relative_path(shipment.path))
+        if directory not in self._checked:
+            path = resolve_inside(self.root, shipment.path)
+            if make:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._checked.add(directory)
+        return os.path.join(self.root, shipment.path)
+
+
 class _Source:
     """The stream of a lane, read from files. After a failure it gives rubbish, and :attr:`problem` says why."""
 
     def __init__(self, root: Path | None, shipments: Sequence[Shipment]) -> None:
         self.problem: Exception | None = None
-        self._root = root
+        self._places = _Places(root)
         self._waiting = deque(shipments)
         self._shipment: Shipment | None = None
         self._left = 0
-        self._stream: io.FileIO | None = None
+        self._path = ""
+        self._descriptor: int | None = None
         self._digester = BlockDigester()
         self._digests: Digests = {}
 
@@ -300,8 +349,7 @@ class _Source:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        self._close()
 
     def fill(self, buffer: torch.Tensor) -> None:
         """Put the next bytes of the stream into ``buffer``, all of it."""
@@ -322,15 +370,15 @@ class _Source:
         return self._digests
 
     def _read(self, view: memoryview) -> int:
-        if self._left == 0 or self._stream is None or self._shipment is None:
+        if self._left == 0 or self._descriptor is None or self._shipment is None:
             self._next()
             return 0
-        with naming(Path(os.fsdecode(self._stream.name))):
-            count = self._stream.readinto(view[: self._left])
+        position = self._shipment.offset + self._shipment.length - self._left
+        with naming(Path(self._path)):
+            count = os.preadv(self._descriptor, [view[: min(self._left, PIECE_BYTES)]], position)
         if not count:
             raise CheckpointError(
-                f"{self._shipment.path} ends {self._left} bytes earlier than when it was listed: it changed after it "
-                "was written"
+                f"{self._shipment.path} ends {self._left} bytes earlier than when it was listed: it changed meanwhile"
             )
         self._digester.update(view[:count])
         self._left -= count
@@ -338,42 +386,54 @@ class _Source:
 
     def _next(self) -> None:
         """Go on to the next stretch."""
-        if self._shipment is not None and self._stream is not None:
+        if self._shipment is not None:
             self._digests.setdefault(self._shipment.path, {}).update(self._digester.finish())
-            self._stream.close()
             self._shipment = None
+        self._close()
         if self._waiting:
             shipment = self._waiting.popleft()
-            self._stream = _open_source(self._root, shipment)
-            self._stream.seek(shipment.offset)
+            self._path = self._places.path_of(shipment, make=False)
+            self._descriptor = self._open(shipment)
             self._digester = BlockDigester(shipment.offset)
             self._shipment, self._left = shipment, shipment.length
 
+    def _open(self, shipment: Shipment) -> int:
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno != errno.ELOOP or self._places.root is None:
+                raise
+            resolve_inside(self._places.root, shipment.path)  # a link to another file of the checkpoint is all right
+            descriptor = os.open(self._path, os.O_RDONLY)
+        size = os.fstat(descriptor).st_size
+        if size != shipment.size:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"{shipment.path} has {size} bytes, not {shipment.size} as when it was listed: it changed meanwhile"
+            )
+        return descriptor
 
-def _open_source(root: Path | None, shipment: Shipment) -> io.FileIO:
-    if root is None:
-        raise CheckpointError(f"this rank was asked for {shipment.path} but has no files to send")
-    stream = io.FileIO(resolve_inside(root, shipment.path), "rb")
-    size = os.fstat(stream.fileno()).st_size
-    if size != shipment.size:
-        stream.close()
-        raise CheckpointError(
-            f"{shipment.path} has {size} bytes, not {shipment.size} as when it was listed: it changed meanwhile"
-        )
-    return stream
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 class _Sink:
-    """Where the stream of a lane goes. After a failure it swallows the rest, and :attr:`problem` says why."""
+    """Where the stream of a lane goes. After a failure it swallows the rest, and :attr:`problem` says why.
+
+    Large files are fsynced in the background as soon as they are there. Small ones are at the end, all together: the
+    first fsync then makes the file system write down what it needs to know of all of them.
+    """
 
     def __init__(self, root: Path | None, shipments: Sequence[Shipment], problem: Exception | None) -> None:
         self.problem = problem
-        self._root = root
+        self._places = _Places(root)
         self._waiting = deque(shipments)
         self._file: _IncomingFile | None = None
-        self._directories: set[str] = set()
         self._preallocates = root is not None and preallocates(root)
         self._syncing: deque[Future[None]] = deque()
+        self._small: list[str] = []
         self._syncers = ThreadPoolExecutor(FSYNC_THREADS, "safe_trainer fsync")
         self._digests: Digests = {}
 
@@ -402,72 +462,80 @@ class _Sink:
         try:
             while self.problem is None and (self._file is not None or self._waiting):
                 self._next()
+            if len(self._small) >= MANY_FILES and self._places.root is not None:
+                start_writeback_around(self._places.root)
+            self._syncing += (self._syncers.submit(fsync_file, Path(path)) for path in self._small)
             wait_for_all(self._syncing)
         except Exception as error:
             self.problem = self.problem or error
         return self._digests
 
     def _next(self) -> None:
-        """Make the last file durable in the background, and go on to the next stretch."""
+        """Finish the last file, and go on to the next stretch."""
         if self._file is not None:
             file, self._file = self._file, None
             self._digests.setdefault(file.shipment.path, {}).update(file.digester.finish())
-            self._syncing.append(self._syncers.submit(file.make_durable))
+            if file.is_large:
+                self._syncing.append(self._syncers.submit(file.make_durable))
+            else:
+                file.close()
+                self._small.append(file.path)
             if len(self._syncing) > MAX_OPEN_FILES:
                 self._syncing.popleft().result()
         if self._waiting:
             self._file = self._open(self._waiting.popleft())
 
     def _open(self, shipment: Shipment) -> _IncomingFile:
-        if self._root is None:
-            raise CheckpointError(f"{shipment.path} was sent to a rank that keeps no files")
-        path = self._root / check_relative_path(shipment.path)
-        directory = os.path.dirname(shipment.path)
-        if directory not in self._directories:
-            resolve_inside(self._root, shipment.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._directories.add(directory)
+        path = self._places.path_of(shipment, make=True)
         # A link is never followed; a file that is there already is somebody's mistake and is left alone.
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
         is_whole = shipment.length == shipment.size
-        descriptor = os.open(path, flags | os.O_EXCL if is_whole else flags, 0o666)
-        file = _IncomingFile(path, descriptor, shipment)
-        if os.fstat(descriptor).st_nlink != 1:
+        file = _IncomingFile(path, os.open(path, flags | os.O_EXCL if is_whole else flags, 0o666), shipment)
+        try:
+            file.prepare(is_whole=is_whole, preallocates=self._preallocates)
+        except BaseException:
             file.close()
-            raise CheckpointError(f"{path} is there already and has several names; nothing was written into it")
-        if is_whole and self._preallocates and shipment.size >= _MIN_PREALLOCATED_BYTES:
-            with naming(path):
-                preallocate(descriptor, shipment.size)
+            raise
         return file
 
 
 class _IncomingFile:
     """A file, or a stretch of one, that is arriving."""
 
-    def __init__(self, path: Path, descriptor: int, shipment: Shipment) -> None:
+    def __init__(self, path: str, descriptor: int, shipment: Shipment) -> None:
+        self.path = path
         self.shipment = shipment
         self.left = shipment.length
+        self.is_large = shipment.length >= LARGE_BYTES
         self.digester = BlockDigester(shipment.offset)
-        self._path = path
         self._descriptor = descriptor
 
+    def prepare(self, *, is_whole: bool, preallocates: bool) -> None:
+        """Before anything is written."""
+        if not is_whole and os.fstat(self._descriptor).st_nlink != 1:
+            raise CheckpointError(f"{self.path} is there already and has several names; nothing was written into it")
+        with naming(Path(self.path)):
+            os.fchmod(self._descriptor, self.shipment.mode)
+            if is_whole and preallocates and self.is_large:
+                preallocate(self._descriptor, self.shipment.size)
+
     def write(self, view: memoryview) -> int:
-        """Take as much of ``view`` as belongs to this stretch; returns how much that is."""
-        part = view[: self.left]
+        """Take some of what belongs to this stretch of ``view``; returns how much that is."""
+        part = view[: min(self.left, PIECE_BYTES)]
         self.digester.update(part)
         position = self.shipment.offset + self.shipment.length - self.left
         written = 0
-        with naming(self._path):
+        with naming(Path(self.path)):
             while written < len(part):
                 written += os.pwrite(self._descriptor, part[written:], position + written)
-        start_writeback(self._descriptor, position, written)
+        if self.is_large:
+            start_writeback(self._descriptor, position, written)
         self.left -= written
         return written
 
     def make_durable(self) -> None:
         try:
-            with naming(self._path):
-                os.fchmod(self._descriptor, self.shipment.mode)
+            with naming(Path(self.path)):
                 os.fsync(self._descriptor)
         finally:
             self.close()

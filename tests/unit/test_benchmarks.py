@@ -66,11 +66,14 @@ class TestAlternation:
         def arm(name: str) -> Callable[[], int]:
             return lambda: order.append(name) or len(order)  # type: ignore[func-returns-value]
 
-        samples = alternate({"a": arm("a"), "b": arm("b")}, repeats=2, warmups=1)
+        samples = alternate({name: arm(name) for name in "abcd"}, repeats=20, warmups=1)
 
-        assert order == ["a", "b"] * 3
-        assert samples.of("a") == [3, 5]
-        assert samples.series("b", float).values == (4.0, 6.0)
+        turns = ["".join(order[start : start + 4]) for start in range(0, len(order), 4)]
+        assert [sorted(turn) for turn in turns] == [list("abcd")] * 21
+        assert len(set(turns)) > 5  # each arm comes after each other one
+        assert len(samples.of("a")) == 20
+        assert samples.of("a")[0] == order.index("a", 4) + 1  # the first turn was to warm up
+        assert samples.series("b", float).values[0] == order.index("b", 4) + 1
 
     def test_an_arm_that_is_missing_does_not_stop_the_others_and_is_not_asked_again(self) -> None:
         asked: list[int] = []

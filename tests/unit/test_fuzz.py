@@ -692,6 +692,13 @@ class Stranger:
         piece = (self._content * (len(buffer) // max(len(self._content), 1) + 1))[: len(buffer)]
         buffer.copy_(torch.frombuffer(bytearray(piece.ljust(len(buffer), b"\0")), dtype=torch.uint8))
 
+    def start_receive(self, buffer: torch.Tensor, *, from_rank: int) -> Stranger:
+        self.receive(buffer, from_rank=from_rank)
+        return self
+
+    def wait(self) -> None:
+        """As what has been received already."""
+
     def send(self, buffer: torch.Tensor, *, to_rank: int) -> None:
         raise AssertionError("nothing is sent from here")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from safe_trainer import digest, transfer
-from safe_trainer.channel import Channel
+from safe_trainer.channel import Channel, Transit
 from safe_trainer.digest import combine, digest_blocks, digest_file
 from safe_trainer.layout import FileStat
 from safe_trainer.manifest import FileEntry
@@ -244,14 +244,17 @@ def test_what_arrives_is_compared_with_what_was_sent(disks: Disks, monkeypatch: 
     plan = disks.shipments(1, ["a"])
 
     def damage_on_the_wire(channel: Channel) -> None:
-        receive = channel.receive
+        start = channel.start_receive
 
-        def receive_damaged(buffer: torch.Tensor, *, from_rank: int) -> None:
-            receive(buffer, from_rank=from_rank)
+        def start_damaged(buffer: torch.Tensor, *, from_rank: int) -> Transit:
+            transit = start(buffer, from_rank=from_rank)
             if len(buffer) == 6:
+                transit.wait()
                 buffer[0] ^= 1
+                monkeypatch.setattr(transit, "wait", lambda: None)
+            return transit
 
-        monkeypatch.setattr(channel, "receive", receive_damaged)
+        monkeypatch.setattr(channel, "start_receive", start_damaged)
 
     message = run_failing(disks, plan, before=damage_on_the_wire)
     assert "a arrived with other content than it was sent with" in message
