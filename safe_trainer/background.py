@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -49,7 +50,12 @@ class PendingSave:
             TimeoutError: it is not over yet.
             CheckpointError: the save has failed, with the same error on every rank.
         """
-        return self._future.result(timeout_s)
+        try:
+            return self._future.result(timeout_s)
+        except concurrent.futures.TimeoutError as error:  # before Python 3.11 not the built-in one
+            if self._future.done():
+                raise
+            raise TimeoutError(f"the save of step {self.step} is not over after {timeout_s} s") from error
 
     def error(self) -> BaseException | None:
         """Wait until it is over; what it failed with, else None."""

@@ -257,3 +257,58 @@ def test_a_master_that_has_no_address_is_no_error(interfaces: None, monkeypatch:
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     assert chosen_interface() is None
+
+
+# --- results of any length ---
+
+
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (5000, 0, 0), (0, 0, 5000), (900, 1100, 200_000), (3, 5_000_000, 3)])
+def test_results_of_any_length_reach_every_rank(lengths: tuple[int, int, int]) -> None:
+    def body(channel: Channel) -> list[bytes]:
+        own = bytes([channel.rank]) * lengths[channel.rank]
+        for _ in range(2):
+            results = channel.together("tell", lambda: own)
+        return results
+
+    expected = [bytes([rank]) * length for rank, length in enumerate(lengths)]
+    assert run_ranks(body) == [expected] * 3
+
+
+@pytest.mark.parametrize("around", range(-3, 4))
+def test_where_a_result_just_fits(around: int) -> None:
+    """Pickled, it is as long as a slot, a little shorter or a little longer."""
+    overhead = len(pickle.dumps(channel_module._Outcome(b"x" * 900, None))) - 900
+    length = channel_module.SLOT_BYTES - channel_module._LENGTH_BYTES - overhead + around
+
+    def body(channel: Channel) -> list[bytes]:
+        return channel.together("tell", lambda: b"x" * length)
+
+    assert run_ranks(body, count=2) == [[b"x" * length] * 2] * 2
+
+
+def test_a_failure_that_is_told_early_is_the_one_that_is_raised() -> None:
+    def body(channel: Channel) -> tuple[bool, Raised]:
+        seen = []
+
+        def act() -> None:
+            if channel.rank == 1:
+                channel.tell(OSError(28, "No space left on device", "/disk/first"))
+                time.sleep(1.0)
+                raise ValueError("what came of it")
+            deadline = time.monotonic() + 10.0
+            while not channel.others_failed and time.monotonic() < deadline:
+                time.sleep(0.01)
+            seen.append(channel.others_failed)
+            channel.raise_if_others_failed()
+
+        raised = outcome_of(lambda: channel.together("work", act))
+        assert isinstance(raised, Raised)
+        assert not channel.others_failed
+        channel.together("next", lambda: None)
+        return all(seen), raised
+
+    outcomes = run_ranks(body)
+    assert all(seen for seen, _ in outcomes)
+    (message,) = {raised.message for _, raised in outcomes}
+    assert message.startswith("rank 1 ")
+    assert "/disk/first" in message.split(";")[0]
