@@ -25,7 +25,15 @@ from safe_trainer.transfer import plan_shipments, ship
 
 CHANNEL_TIMEOUT_S = 600.0
 # What save.py calls of torch.distributed; a wrapper around each counts.
-COLLECTIVES = ("all_gather_object", "all_gather", "all_reduce", "barrier", "broadcast", "broadcast_object_list")
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+)
 SINGLE_MESSAGES = ("isend", "irecv", "send", "recv")
 
 # How a save is made, by the name of an arm: fields of CheckpointOptions.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -87,6 +88,33 @@ def combine(blocks: Blocks) -> str:
     if len(blocks) == 1:
         return blocks[0].hex()
     return xxhash.xxh3_128(b"".join(blocks[number] for number in range(len(blocks)))).hexdigest()
+
+
+class Stretch(NamedTuple):
+    """A part of a file, in whole blocks, and the rank that digests it; lengths in bytes."""
+
+    path: str
+    offset: int
+    length: int
+    rank: int
+
+
+def share_out(sizes: Mapping[str, int], load: dict[int, int]) -> list[Stretch]:
+    """Share the digesting of files out, so that every rank has as many bytes; long files are cut between blocks.
+
+    Args:
+        sizes: of the files, in bytes, by path.
+        load: the ranks, and how many bytes each of them has to digest already; the new ones are added.
+    """
+    stretches = []
+    for path, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        step = whole_blocks(-(-size // len(load)))
+        for offset in range(0, max(size, 1), step):
+            rank = min(load, key=lambda rank: (load[rank], rank))
+            length = min(step, size - offset)
+            stretches.append(Stretch(path, offset, length, rank))
+            load[rank] += length
+    return stretches
 
 
 def united(several: Iterable[Digests]) -> Digests:

@@ -98,7 +98,7 @@ def inspect_checkpoint(checkpoint: Path, *, verify: Verify) -> Verdict:
     problems = [
         problem
         for entry in manifest.files
-        if (problem := _listed_file_problem(entry, files.get(entry.path), verify)) is not None
+        if (problem := _listed_problem(entry, files.get(entry.path), verify)) is not None
     ]
     if checkpoint_step(checkpoint.name) not in (None, manifest.step):
         problems.append(f"its manifest is of step {manifest.step}")
@@ -107,7 +107,7 @@ def inspect_checkpoint(checkpoint: Path, *, verify: Verify) -> Verdict:
     return Verdict(manifest, tuple(problems))
 
 
-def _listed_file_problem(entry: FileEntry, found: FileStat | None, verify: Verify) -> str | None:
+def _listed_problem(entry: FileEntry, found: FileStat | None, verify: Verify) -> str | None:
     if found is None:
         return f"{entry.path} is missing"
     if verify != "off" and found.size != entry.size:
@@ -117,17 +117,27 @@ def _listed_file_problem(entry: FileEntry, found: FileStat | None, verify: Verif
 
 def file_problem(checkpoint: Path, entry: FileEntry) -> str | None:
     """Compare one file with its entry, digest included; None where it is right. Reads the whole file."""
+    problem = stat_problem(checkpoint, entry)
+    if problem is not None:
+        return problem
     try:
-        path = resolve_inside(checkpoint, entry.path)
-        info = path.stat()
-        if not stat.S_ISREG(info.st_mode):  # reading a pipe would wait for its writer
-            return f"{entry.path} is no regular file"
-        if info.st_size != entry.size:
-            return f"{entry.path} has {info.st_size} bytes instead of {entry.size}"
-        if digest_file(path) != entry.digest:
+        if digest_file(resolve_inside(checkpoint, entry.path)) != entry.digest:
             return f"{entry.path} has other content than when it was saved (digest differs)"
     except (OSError, CheckpointError) as error:
         return f"{entry.path}: {error}"
+    return None
+
+
+def stat_problem(checkpoint: Path, entry: FileEntry) -> str | None:
+    """Compare one file with its entry, all but its content; None where it is right."""
+    try:
+        info = resolve_inside(checkpoint, entry.path).stat()
+    except (OSError, CheckpointError) as error:
+        return f"{entry.path}: {error}"
+    if not stat.S_ISREG(info.st_mode):  # reading a pipe would wait for its writer
+        return f"{entry.path} is no regular file"
+    if info.st_size != entry.size:
+        return f"{entry.path} has {info.st_size} bytes instead of {entry.size}"
     return None
 
 

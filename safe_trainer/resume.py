@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from safe_trainer.digest import digest_file
+from safe_trainer.digest import Digests, combine, digest_blocks, share_out, united
 from safe_trainer.disk import fsync_file, link_or_copy
 from safe_trainer.errors import CheckpointError, IncompleteCheckpointError, UnsafePathError
 from safe_trainer.integrity import (
@@ -22,6 +22,7 @@ from safe_trainer.integrity import (
     inspect_checkpoint,
     rng_ranks,
     saved_world_size,
+    stat_problem,
     structure_problem,
 )
 from safe_trainer.layout import (
@@ -113,7 +114,7 @@ class _Source:
 class _Share:
     """What one rank found when it checked its share of a checkpoint's files."""
 
-    entries: tuple[FileEntry, ...] = ()
+    digests: Digests = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     manifest: Manifest | None = None
     world_size: int | None = None
@@ -328,47 +329,62 @@ def _take_inventory(run: Run, source: _Source, place: _Place) -> _Inventory:
         if run.channel.rank not in readers:
             return _Share()
         run.wait_until_visible(place.path)
-        index = readers.index(run.channel.rank)
-        return _check_share(run, source, place.path, files, index=index, count=len(readers))
+        return _check_share(run, place.path, files, readers=readers)
 
     shares = run.channel.together("check the checkpoint", check_share)
+    manifest = shares[leader].manifest
+    listed = {} if manifest is None else manifest.by_path()
+    digests = united(share.digests for share in shares)
+    entries, problems = [], [problem for share in shares for problem in share.problems]
+    for name in sorted(files.keys() - {MANIFEST_NAME}):
+        entry = listed.get(name)
+        found = combine(digests[name]) if name in digests and not _is_named_in(problems, name) else ""
+        if entry is None:
+            # A stock checkpoint's file, or one that somebody added after the commit: it goes along with the others.
+            info = files[name]
+            entry = FileEntry(name, info.size, found, writing_rank(name, source.domain), info.mode)
+        elif found and found != entry.digest:
+            problems.append(f"{name} has other content than when it was saved (digest differs)")
+        entries.append(entry)
     return _Inventory(
-        entries=tuple(sorted((entry for share in shares for entry in share.entries), key=lambda entry: entry.path)),
-        manifest=shares[leader].manifest,
-        problems=tuple(problem for share in shares for problem in share.problems),
-        world_size=shares[leader].world_size,
+        entries=tuple(entries), manifest=manifest, problems=tuple(problems), world_size=shares[leader].world_size
     )
 
 
-def _check_share(
-    run: Run, source: _Source, path: Path, files: dict[str, FileStat], *, index: int, count: int
-) -> _Share:
-    """Check every ``count``-th file from the ``index``-th on."""
+def _is_named_in(problems: Sequence[str], name: str) -> bool:
+    return any(problem.startswith((f"{name} ", f"{name}:")) for problem in problems)
+
+
+def _check_share(run: Run, path: Path, files: dict[str, FileStat], *, readers: tuple[int, ...]) -> _Share:
+    """This rank's share: every so many files' structure and size, and as many bytes to digest as any other reader."""
+    index = readers.index(run.channel.rank)
     every_byte = run.options.verify == "digest"
     manifest = Manifest.read(path)
     listed = {} if manifest is None else manifest.by_path()
-    entries, problems = [], []
-    for name in sorted(files.keys() - {MANIFEST_NAME})[index::count]:
-        entry = listed.get(name)
-        problem = None
-        if entry is None:
-            # A stock checkpoint's file, or one that somebody added after the commit: it goes along with the others.
-            entry = FileEntry(
-                path=name,
-                size=files[name].size,
-                digest=digest_file(path / name) if len(run.topology.domains) > 1 else "",
-                rank=writing_rank(name, source.domain),
-                mode=files[name].mode,
-            )
-            if every_byte and (found := structure_problem(path / name, thorough=True)) is not None:
-                problem = f"{name}: {found}"
-        elif every_byte:
-            problem = file_problem(path, entry)
-        entries.append(entry)
+    names = sorted(files.keys() - {MANIFEST_NAME})
+    problems = []
+    for name in names[index :: len(readers)]:
+        if name in listed:
+            problem = stat_problem(path, listed[name]) if every_byte else None
+        else:
+            problem = structure_problem(path / name, thorough=True) if every_byte else None
+            problem = None if problem is None else f"{name}: {problem}"
         if problem is not None:
             problems.append(problem)
+    # Of what no manifest lists, the digest is needed only where it is to be sent.
+    is_sent = len(run.topology.domains) > 1
+    to_digest = {name: files[name].size for name in names if (every_byte if name in listed else is_sent)}
+    digests: Digests = {}
+    for stretch in share_out(to_digest, dict.fromkeys(readers, 0)):
+        if stretch.rank == run.channel.rank:
+            try:
+                found = digest_blocks(resolve_inside(path, stretch.path), offset=stretch.offset, length=stretch.length)
+            except (OSError, CheckpointError) as error:
+                problems.append(f"{stretch.path}: {error}")
+            else:
+                digests.setdefault(stretch.path, {}).update(found)
     return _Share(
-        entries=tuple(entries),
+        digests=digests,
         problems=tuple(problems),
         manifest=manifest if index == 0 else None,
         world_size=saved_world_size(path, files) if manifest is None else manifest.world_size,

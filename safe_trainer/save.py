@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm.auto import tqdm
 
-from safe_trainer.digest import Digests, combine, digest_blocks, united, whole_blocks
+from safe_trainer.digest import Digests, Stretch, combine, digest_blocks, share_out, united
 from safe_trainer.disk import free_bytes, fsync_file, start_writeback_of
 from safe_trainer.errors import ENDS_THE_RUN, CheckpointError, InsufficientSpaceError
 from safe_trainer.integrity import inspect_checkpoint, tensorless_weights
@@ -820,35 +820,21 @@ def _as_committed(own: Mapping[str, FileEntry], manifest: Manifest) -> set[str]:
     return {path for path, entry in own.items() if path in committed and committed[path].same_content(entry)}
 
 
-class _Stretch(NamedTuple):
-    """A part of a file, in whole blocks, and who digests it."""
-
-    path: str
-    offset: int
-    length: int
-    rank: int
-
-
-def _spread(files: Mapping[str, FileStat], topology: Topology) -> list[_Stretch]:
+def _spread(files: Mapping[str, FileStat], topology: Topology) -> list[Stretch]:
     """Who digests what of this rank's domain: a file's writer, whose memory still holds it, or where a file says
     nothing of its writer, the ranks of the leader's node, each as many bytes."""
     domain = topology.domain
     load = dict.fromkeys(topology.node_peers(domain.leader), 0)
-    stretches = []
-    for path, info in sorted(files.items(), key=lambda item: -item[1].size):
+    stretches, others = [], {}
+    for path, info in files.items():
         writer = writing_rank(path, domain)
-        if writer != domain.leader:
-            stretches.append(_Stretch(path, 0, info.size, writer))
-            if writer in load:
-                load[writer] += info.size
+        if writer == domain.leader:
+            others[path] = info.size
             continue
-        share = whole_blocks(-(-info.size // len(load)))
-        for offset in range(0, max(info.size, 1), share):
-            rank = min(load, key=lambda rank: (load[rank], rank))
-            length = min(share, info.size - offset)
-            stretches.append(_Stretch(path, offset, length, rank))
-            load[rank] += length
-    return stretches
+        stretches.append(Stretch(path, 0, info.size, writer))
+        if writer in load:
+            load[writer] += info.size
+    return stretches + share_out(others, load)
 
 
 def _wait_for_size(run: Run, path: Path, size: int) -> None:

@@ -35,7 +35,7 @@ SAVE_FAULTS: dict[str, tuple[tuple[Any, str] | None, int, str]] = {
     "fsync, a plain rank": ((save, "fsync_file"), 1, "gather"),
     "fsync, the other leader": ((save, "fsync_file"), 2, "gather"),
     "digest, a plain rank": ((save, "digest_blocks"), 1, "gather"),
-    "gather, who sends": ((transfer, "_open_source"), 3, "gather"),
+    "gather, who sends": ((transfer._Source, "_open"), 3, "gather"),
     "gather, who receives": ((os, "pwrite"), 1, "gather"),
     "manifest, home's leader": ((Manifest, "write"), 0, "commit"),
     "commit, home's leader": ((RunDirectory, "commit"), 0, "commit"),
@@ -44,7 +44,7 @@ RESUME_FAULTS: dict[str, tuple[tuple[Any, str], int, str]] = {
     "survey, home's leader": ((resume, "inspect_checkpoint"), 0, "look for checkpoints"),
     "check, a plain rank": ((resume, "_check_share"), 1, "check the checkpoint"),
     "compare, the other leader": ((resume, "_has_same"), 2, "compare disks"),
-    "scatter, who sends": ((transfer, "_open_source"), 1, "deliver the checkpoint"),
+    "scatter, who sends": ((transfer._Source, "_open"), 1, "deliver the checkpoint"),
     "scatter, who receives": ((os, "fchmod"), 3, "deliver the checkpoint"),
     "put in place, the other leader": ((resume, "_settle_delivery"), 2, "put the checkpoint in place"),
 }

@@ -9,7 +9,16 @@ import pytest
 import xxhash
 
 from safe_trainer import digest
-from safe_trainer.digest import BlockDigester, block_count, combine, digest_blocks, digest_file, united, whole_blocks
+from safe_trainer.digest import (
+    BlockDigester,
+    block_count,
+    combine,
+    digest_blocks,
+    digest_file,
+    share_out,
+    united,
+    whole_blocks,
+)
 from safe_trainer.errors import CheckpointError
 
 BLOCK = 1000
@@ -52,6 +61,28 @@ def test_stretches_of_a_file_give_its_digest_together(tmp_path: Path) -> None:
     second = digest_blocks(tmp_path / "file", offset=2 * BLOCK, length=3 * BLOCK + 7)
     assert combine({**second, **first}) == by_hand(content)
     assert united([{"a": first}, {"b": {}}, {"a": second}]) == {"a": {**first, **second}, "b": {}}
+
+
+@pytest.mark.parametrize("sizes", [(0,), (100, 0, 50), (10 * BLOCK,), (10 * BLOCK + 1, 3, 3 * BLOCK, 999)])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_work_is_shared_by_blocks(sizes: tuple[int, ...], count: int) -> None:
+    files = {f"file-{number}": size for number, size in enumerate(sizes)}
+    load = dict.fromkeys(range(count), 0)
+    stretches = share_out(files, load)
+    for path, size in files.items():
+        own = sorted((stretch.offset, stretch.length) for stretch in stretches if stretch.path == path)
+        assert [offset for offset, _ in own] == [0, *(offset + length for offset, length in own)][: len(own)]
+        assert sum(length for _, length in own) == size
+        assert all(offset % BLOCK == 0 for offset, _ in own)
+        assert len(own) <= count
+    assert sum(load.values()) == sum(sizes)
+    assert max(load.values()) <= sum(sizes) / count + BLOCK * len(sizes)
+
+
+def test_who_has_something_to_do_already_gets_less() -> None:
+    stretches = share_out({"a": 100, "b": 90}, load := {4: 1000, 7: 0})
+    assert [stretch.rank for stretch in stretches] == [7, 7]
+    assert load == {4: 1000, 7: 190}
 
 
 def test_what_was_digested_in_part_has_no_digest(tmp_path: Path) -> None:
