@@ -109,11 +109,12 @@ class InDirectory(Staging):
     def bring(self, staged: Path) -> None:
         if self._local is None:
             return
-        for path in list(list_files(self._local))[self._index :: self._count]:
-            target = staged / path
+        source = self._local.parent  # with what a subclass has written beside the checkpoint
+        for path in list(list_files(source))[self._index :: self._count]:
+            target = staged.parent / path
             target.parent.mkdir(parents=True, exist_ok=True)
             # Not os.rename: where both are on one disk, the other ranks' listing must not change.
-            shutil.copy(self._local / path, target)
+            shutil.copy(source / path, target)
 
     def clear(self) -> None:
         if self._index == 0 and self._local is not None:

@@ -251,10 +251,12 @@ def test_ranks_of_a_node_move_all_files_together(tmp_path: Path) -> None:
             (directory / "sub").mkdir(exist_ok=True)
             (directory / "sub" / f"rank-{index}").write_text(str(index))
             (directory / "sub" / f"rank-{index}").chmod(0o600 + index)
+            (directory.parent / f"beside-{index}").write_text("beside")
     for rank in ranks:
         rank.bring(staged)
     for rank in ranks:
         rank.clear()
+    assert {path.name for path in staged.parent.iterdir()} == {"checkpoint-1", "beside-0", "beside-1", "beside-2"}
     assert contents(staged) == {f"sub/rank-{index}": str(index).encode() for index in range(3)}
     assert [(staged / "sub" / f"rank-{index}").stat().st_mode & 0o777 for index in range(3)] == [0o600, 0o601, 0o602]
     assert not list((tmp_path / "nvme").rglob("checkpoint-*"))
