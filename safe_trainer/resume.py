@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from safe_trainer.digest import Digests, combine, digest_blocks, share_out, united
-from safe_trainer.disk import fsync_file, link_or_copy
+from safe_trainer.disk import fsync_files, link_or_copy
 from safe_trainer.errors import CheckpointError, IncompleteCheckpointError, UnsafePathError
 from safe_trainer.integrity import (
     Verdict,
@@ -522,8 +522,8 @@ def _settle_delivery(run: Run, inventory: _Inventory, place: _Place, staged: Pat
     if inventory.manifest is not None:
         inventory.manifest.write(staged)
     if place.in_run_directory and (run.topology.is_home or run.options.local_copies == "full"):
-        for path in list_files(staged):
-            fsync_file(staged / path)  # those that were linked or copied; stock never fsyncs
+        # For those that were linked or copied; stock never fsyncs.
+        fsync_files([staged / path for path in list_files(staged)], root=staged)
         with run.directory.lock():
             final = run.directory.commit(staged)
             run.directory.release_staging(staged)

@@ -27,7 +27,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from safe_trainer.digest import Digests, Stretch, combine, digest_blocks, share_out, united
-from safe_trainer.disk import free_bytes, fsync_file, start_writeback_of
+from safe_trainer.disk import free_bytes, fsync_files, start_writeback_of
 from safe_trainer.errors import ENDS_THE_RUN, CheckpointError, InsufficientSpaceError
 from safe_trainer.integrity import inspect_checkpoint, tensorless_weights
 from safe_trainer.layout import (
@@ -45,7 +45,7 @@ from safe_trainer.rotation import Rotation, same_directory, stale_steps, steps_t
 from safe_trainer.run import Run
 from safe_trainer.staging import MemoryRoom, Staging
 from safe_trainer.topology import Domain, Topology, poll
-from safe_trainer.transfer import FSYNC_THREADS, Shipment, bytes_by_destination, plan_shipments, ship
+from safe_trainer.transfer import Shipment, bytes_by_destination, plan_shipments, ship
 from safe_trainer.watch import patient_groups
 
 logger = logging.getLogger(__name__)
@@ -548,8 +548,7 @@ def _make_durable(run: Run, staged: Path, files: Mapping[str, FileStat], to_dige
             if files[path].size >= MIN_WRITEBACK_BYTES:
                 start_writeback_of(staged / path)  # it goes on while digests are taken
         digests = _digest(run, staged, to_digest)
-        with ThreadPoolExecutor(FSYNC_THREADS, "safe_trainer fsync") as pool:
-            list(pool.map(lambda path: fsync_file(staged / path), own))
+        fsync_files([staged / path for path in own], root=staged)
         return digests
     except Exception as error:
         run.channel.tell(error)  # the others may be busy sending for a long time

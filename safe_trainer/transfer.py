@@ -23,7 +23,7 @@ import torch
 
 from safe_trainer.channel import Channel, Transit
 from safe_trainer.digest import DIGEST_BYTES, BlockDigester, Digests, block_count, united, whole_blocks
-from safe_trainer.disk import fsync_file, naming, preallocate, preallocates, start_writeback, start_writeback_around
+from safe_trainer.disk import FSYNC_THREADS, fsync_files, naming, preallocate, preallocates, start_writeback
 from safe_trainer.errors import CheckpointError, ConsequenceError
 from safe_trainer.layout import FileStat, check_relative_path, resolve_inside
 from safe_trainer.topology import Domain
@@ -34,10 +34,7 @@ BUFFERS = 3
 ON_THE_WIRE = 2
 # What is read or about to be written is digested while the processor's caches have it.
 PIECE_BYTES = 1 << 20
-# fsyncs of many small files are fast only where several are under way, for which the file system makes one commit.
-FSYNC_THREADS = 8
 MAX_OPEN_FILES = 256
-MANY_FILES = 64
 # Below this, to set blocks aside, to write back early and to fsync in the background costs more than it brings.
 LARGE_BYTES = 1 << 20
 
@@ -374,7 +371,7 @@ class _Source:
             self._next()
             return 0
         position = self._shipment.offset + self._shipment.length - self._left
-        with naming(Path(self._path)):
+        with naming(self._path):
             count = os.preadv(self._descriptor, [view[: min(self._left, PIECE_BYTES)]], position)
         if not count:
             raise CheckpointError(
@@ -462,9 +459,8 @@ class _Sink:
         try:
             while self.problem is None and (self._file is not None or self._waiting):
                 self._next()
-            if len(self._small) >= MANY_FILES and self._places.root is not None:
-                start_writeback_around(self._places.root)
-            self._syncing += (self._syncers.submit(fsync_file, Path(path)) for path in self._small)
+            if self._small and self._places.root is not None:
+                fsync_files(self._small, root=self._places.root)
             wait_for_all(self._syncing)
         except Exception as error:
             self.problem = self.problem or error
@@ -514,7 +510,7 @@ class _IncomingFile:
         """Before anything is written."""
         if not is_whole and os.fstat(self._descriptor).st_nlink != 1:
             raise CheckpointError(f"{self.path} is there already and has several names; nothing was written into it")
-        with naming(Path(self.path)):
+        with naming(self.path):
             os.fchmod(self._descriptor, self.shipment.mode)
             if is_whole and preallocates and self.is_large:
                 preallocate(self._descriptor, self.shipment.size)
@@ -525,7 +521,7 @@ class _IncomingFile:
         self.digester.update(part)
         position = self.shipment.offset + self.shipment.length - self.left
         written = 0
-        with naming(Path(self.path)):
+        with naming(self.path):
             while written < len(part):
                 written += os.pwrite(self._descriptor, part[written:], position + written)
         if self.is_large:
@@ -535,7 +531,7 @@ class _IncomingFile:
 
     def make_durable(self) -> None:
         try:
-            with naming(Path(self.path)):
+            with naming(self.path):
                 os.fsync(self._descriptor)
         finally:
             self.close()

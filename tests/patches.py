@@ -185,7 +185,7 @@ def dies_beside_training(rank: int, dying_rank: int) -> Iterator[None]:
     if rank != dying_rank:
         yield
         return
-    with mock.patch("safe_trainer.save.fsync_file", die):
+    with mock.patch("safe_trainer.disk.fsync_file", die):
         yield
 
 

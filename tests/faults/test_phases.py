@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from safe_trainer import resume, save, transfer
+from safe_trainer import disk, resume, save, transfer
 from safe_trainer.channel import Channel
 from safe_trainer.commit import RunDirectory
 from safe_trainer.layout import list_checkpoints
@@ -32,8 +32,8 @@ SAVE_FAULTS: dict[str, tuple[tuple[Any, str] | None, int, str]] = {
     "write, home's leader": (None, 0, "write"),
     "write, a plain rank": (None, 3, "write"),
     "list, the other leader": ((save, "list_files"), 2, "list files"),
-    "fsync, a plain rank": ((save, "fsync_file"), 1, "gather"),
-    "fsync, the other leader": ((save, "fsync_file"), 2, "gather"),
+    "fsync, a plain rank": ((disk, "fsync_file"), 1, "gather"),
+    "fsync, the other leader": ((disk, "fsync_file"), 2, "gather"),
     "digest, a plain rank": ((save, "digest_blocks"), 1, "gather"),
     "gather, who sends": ((transfer._Source, "_open"), 3, "gather"),
     "gather, who receives": ((os, "pwrite"), 1, "gather"),
