@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import itertools
+import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -66,7 +68,16 @@ class Run:
 
     def wait_until_visible(self, path: Path) -> None:
         """Return once ``path``, which another rank has made, can be seen here; see
-        :func:`~safe_trainer.topology.wait_until_visible`."""
+        :func:`~safe_trainer.topology.wait_until_visible`.
+
+        A leader has made the staging directories of its disk, and sees at once when a newer run has swept one. It does
+        not look for what was in it; and where it has failed, the others stop looking, too.
+        """
+        staging = self.directory.layout.staging
+        if self.topology.is_leader and path.is_relative_to(staging):
+            made_here = staging / path.relative_to(staging).parts[0]
+            if not made_here.exists():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(made_here))
         wait_until_visible(path, channel=self.channel, timeout_s=self.options.visibility_timeout_s)
 
     def next_name(self, purpose: str) -> str:
