@@ -8,7 +8,7 @@ import errno
 import itertools
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -23,7 +23,7 @@ from safe_trainer.options import CheckpointOptions, Storage
 from safe_trainer.pieces import rename_problem
 from safe_trainer.reuse import LastCheckpoint
 from safe_trainer.staging import Staging, staging_of
-from safe_trainer.topology import Domain, Topology, find_topology, wait_until_visible
+from safe_trainer.topology import Domain, Topology, find_topology, poll, wait_until_visible
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,22 @@ class Run:
 
     def wait_until_visible(self, path: Path) -> None:
         """Return once ``path``, which another rank has made, can be seen here; see
-        :func:`~safe_trainer.topology.wait_until_visible`.
+        :func:`~safe_trainer.topology.wait_until_visible`."""
+        wait_until_visible(path, check=lambda: self._check_may_come(path), timeout_s=self.options.visibility_timeout_s)
 
-        A leader has made the staging directories of its disk, and sees at once when a newer run has swept one. It does
-        not look for what was in it; and where it has failed, the others stop looking, too.
-        """
+    def wait_until(self, path: Path, condition: Callable[[], bool]) -> bool:
+        """Wait for something about ``path`` for as long as caches may lag; whether it came to be."""
+        return poll(condition, check=lambda: self._check_may_come(path), timeout_s=self.options.visibility_timeout_s)
+
+    def _check_may_come(self, path: Path) -> None:
+        """Nobody waits for what is in a staging directory that a newer run has swept: its leader has made it, so it
+        sees at once when it is gone; and where that leader fails, the others stop waiting, too."""
+        self.channel.raise_if_others_failed()
         staging = self.directory.layout.staging
         if self.topology.is_leader and path.is_relative_to(staging):
             made_here = staging / path.relative_to(staging).parts[0]
             if not made_here.exists():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(made_here))
-        wait_until_visible(path, channel=self.channel, timeout_s=self.options.visibility_timeout_s)
 
     def next_name(self, purpose: str) -> str:
         """A name for a staging directory: unused in any run, and the same on every rank without a message."""
@@ -208,7 +213,9 @@ def _try_file_systems(
             is_elsewhere = topology.nodes[channel.rank] != topology.nodes[leader]
             if trial is None or trial.locks is not None or not is_elsewhere or not topology.is_lister():
                 return None
-            wait_until_visible(layout.tokens / trial.name, channel=channel, timeout_s=visibility_timeout_s)
+            wait_until_visible(
+                layout.tokens / trial.name, check=channel.raise_if_others_failed, timeout_s=visibility_timeout_s
+            )
             return probe_problem(layout.tokens / trial.name)
 
         problems = channel.together(phase, try_with_leader)

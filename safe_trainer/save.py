@@ -44,7 +44,7 @@ from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.rotation import Rotation, same_directory, stale_steps, steps_to_remove
 from safe_trainer.run import Run
 from safe_trainer.staging import MemoryRoom, Staging
-from safe_trainer.topology import Domain, Topology, poll
+from safe_trainer.topology import Domain, Topology
 from safe_trainer.transfer import Shipment, bytes_by_destination, plan_shipments, ship
 from safe_trainer.watch import patient_groups
 
@@ -839,8 +839,7 @@ def _spread(files: Mapping[str, FileStat], topology: Topology) -> list[Stretch]:
 def _wait_for_size(run: Run, path: Path, size: int) -> None:
     """Wait until this node sees a file as its writer left it (attribute caches lag on network file systems)."""
     run.wait_until_visible(path)
-    timeout_s = run.options.visibility_timeout_s
-    if not poll(lambda: path.stat().st_size == size, channel=run.channel, timeout_s=timeout_s):
+    if not run.wait_until(path, lambda: path.stat().st_size == size):
         raise CheckpointError(
             f"{path} has {path.stat().st_size} bytes here, its writer said {size}: it changed after it was written, or "
             "the file system's caches lag behind for longer than visibility_timeout_s"

@@ -196,16 +196,16 @@ def find_topology(
     return topology
 
 
-def wait_until_visible(path: Path, *, channel: Channel, timeout_s: float) -> None:
+def wait_until_visible(path: Path, *, check: Callable[[], None], timeout_s: float) -> None:
     """Return once ``path``, which another rank says exists, can be seen here.
 
     Listing the parent makes NFS clients forget that the name was missing; on FUSE only waiting helps.
 
     Raises:
         StorageError: it stays invisible for ``timeout_s`` seconds.
-        ConsequenceError: another rank has failed meanwhile.
+        CheckpointError, OSError: what ``check`` raises, see :func:`poll`.
     """
-    if not poll(lambda: _exists(path), channel=channel, timeout_s=timeout_s):
+    if not poll(lambda: _exists(path), check=check, timeout_s=timeout_s):
         raise StorageError(
             f"{path} was written by another rank but has been invisible here for {timeout_s:g} s. If the file system's "
             "caches lag further behind, raise visibility_timeout_s (SAFE_TRAINER_VISIBILITY_TIMEOUT_S)."
@@ -232,17 +232,20 @@ def _exists(path: Path) -> bool:
     return False
 
 
-def poll(condition: Callable[[], bool], *, channel: Channel, timeout_s: float) -> bool:
+def poll(condition: Callable[[], bool], *, check: Callable[[], None], timeout_s: float) -> bool:
     """Ask ``condition`` until it holds, for ``timeout_s`` seconds at most; whether it did. Asks at least once.
 
-    Raises:
-        ConsequenceError: another rank has failed meanwhile, so that what is waited for may never come.
+    Args:
+        condition: what is waited for.
+        check: called before each further look; raises where there is nothing to wait for any more, as
+            :meth:`Channel.raise_if_others_failed` does.
+        timeout_s: for how long.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= deadline:
             return False
-        channel.raise_if_others_failed()
+        check()
         time.sleep(POLL_INTERVAL_S)
     return True
 
@@ -279,7 +282,7 @@ def _seen_within(channel: Channel, tokens: Path, visits: list[_Visit], patience_
         seen.update(rank for rank, visit in enumerate(visits) if rank not in seen and _exists(tokens / visit.token))
         return len(seen) == len(visits)
 
-    poll(look_again, channel=channel, timeout_s=patience_s)
+    poll(look_again, check=channel.raise_if_others_failed, timeout_s=patience_s)
     return frozenset(seen)
 
 

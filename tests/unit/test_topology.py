@@ -417,14 +417,14 @@ ALONE = Channel(None, rank=0, world_size=1)
 
 def test_what_can_be_seen_is_not_waited_for(tmp_path: Path) -> None:
     begin = time.monotonic()
-    wait_until_visible(tmp_path, channel=ALONE, timeout_s=30.0)
+    wait_until_visible(tmp_path, check=ALONE.raise_if_others_failed, timeout_s=30.0)
     assert time.monotonic() - begin < 1.0
 
 
 def test_what_appears_later_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "POLL_INTERVAL_S", 0.01)
     _appear_after(3, tmp_path / "file", monkeypatch)
-    wait_until_visible(tmp_path / "file", channel=ALONE, timeout_s=10.0)
+    wait_until_visible(tmp_path / "file", check=ALONE.raise_if_others_failed, timeout_s=10.0)
 
 
 def _appear_after(looks: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,13 +444,13 @@ def test_its_parent_is_listed_which_makes_nfs_look_again(tmp_path: Path, monkeyp
     listed: list[str] = []
     monkeypatch.setattr(os, "listdir", lambda directory: listed.append(os.fspath(directory)))
     with pytest.raises(StorageError):
-        wait_until_visible(tmp_path / "file", channel=ALONE, timeout_s=0.0)
+        wait_until_visible(tmp_path / "file", check=ALONE.raise_if_others_failed, timeout_s=0.0)
     assert listed == [str(tmp_path)]
 
 
 def test_what_never_appears_is_an_error_that_says_which_option_to_raise(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
-        wait_until_visible(tmp_path / "not" / "there", channel=ALONE, timeout_s=0.1)
+        wait_until_visible(tmp_path / "not" / "there", check=ALONE.raise_if_others_failed, timeout_s=0.1)
     assert str(tmp_path / "not" / "there") in str(caught.value)
     assert "visibility_timeout_s" in str(caught.value)
 
@@ -466,7 +466,7 @@ def test_a_stale_handle_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(topology, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(os, "stat", stat)
-    wait_until_visible(tmp_path, channel=ALONE, timeout_s=5.0)
+    wait_until_visible(tmp_path, check=ALONE.raise_if_others_failed, timeout_s=5.0)
     assert failures == []
 
 
@@ -475,7 +475,7 @@ def test_nobody_looks_on_for_what_a_rank_that_failed_did_not_make(tmp_path: Path
         def make_or_wait() -> None:
             if channel.rank == 1:
                 raise FileNotFoundError(errno.ENOENT, "swept away", str(tmp_path / "file"))
-            wait_until_visible(tmp_path / "file", channel=channel, timeout_s=60.0)
+            wait_until_visible(tmp_path / "file", check=channel.raise_if_others_failed, timeout_s=60.0)
 
         begin = time.monotonic()
         with pytest.raises(CheckpointError) as caught:
