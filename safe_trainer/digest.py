@@ -7,6 +7,7 @@ shared, and a file can arrive in stretches.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -138,12 +139,14 @@ def digest_blocks(path: Path, *, offset: int = 0, length: int | None = None) -> 
         OSError: it cannot be read.
     """
     digester = BlockDigester(offset)
-    buffer = memoryview(bytearray(READ_BYTES))
     with naming(path), again_if_stale(lambda: open(path, "rb", buffering=0)) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        # One byte at least, so that the end of what has grown or has no size is still found by reading.
+        buffer = memoryview(bytearray(max(1, min(READ_BYTES, size - offset))))
         stream.seek(offset)
         left = length
         while left is None or left > 0:
-            count = stream.readinto(buffer if left is None else buffer[: min(left, READ_BYTES)])
+            count = stream.readinto(buffer if left is None else buffer[:left])
             if not count:
                 break
             digester.update(buffer[:count])

@@ -44,6 +44,9 @@ LONGEST_MAKE_RETRY_S = 1.0
 FSYNC_THREADS = 8
 MANY_FILES = 64
 
+# Below this, to set blocks aside, to write back early and to fsync in the background costs more than it brings.
+LARGE_BYTES = 1 << 20
+
 # What a disk without a free block says, to a file and to a directory alike.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What a rename fails with where the file system, or this place in it (overlayfs), cannot rename directories.
@@ -123,10 +126,15 @@ def fsync_tree(root: Path) -> None:
 
 
 def _fsync_path(path: Path, flags: int) -> None:
+    with _opened(path, flags) as descriptor, naming(path):
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
     descriptor = os.open(path, flags)
     try:
-        with naming(path):
-            os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -138,7 +146,7 @@ def fsync_files(paths: Sequence[str | Path], *, root: Path) -> None:
     Where there are many, all that is dirty there is written back before, in one go.
     """
     if len(paths) >= MANY_FILES:
-        _start_writeback_around(root)
+        _write_back_around(root)
     shares = [paths[start::FSYNC_THREADS] for start in range(min(FSYNC_THREADS, len(paths)))]
     with ThreadPoolExecutor(max(1, len(shares)), "safe_trainer fsync") as pool:
         for ended in [pool.submit(_fsync_each, share) for share in shares]:
@@ -155,37 +163,32 @@ def start_writeback(descriptor: int, offset: int, length: int) -> None:
 
     Only a hint: nothing is promised and no error is reported; both are fsync's business.
     """
-    hint = _sync_file_range()
+    hint = _hint("sync_file_range")
     if hint is not None:
         hint(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
 def start_writeback_of(path: Path) -> None:
     """:func:`start_writeback` of a whole file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path, os.O_RDONLY) as descriptor:
         start_writeback(descriptor, 0, 0)  # up to the end
-    finally:
-        os.close(descriptor)
 
 
-def _start_writeback_around(path: Path) -> None:
+def _write_back_around(path: Path) -> None:
     """Have everything written back that is dirty on the file system of ``path`` (Linux syncfs(2)).
 
     No error is reported; that is fsync's business.
     """
-    call = getattr(ctypes.CDLL(None), "syncfs", None)
-    if call is not None:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            call(descriptor)
-        finally:
-            os.close(descriptor)
+    hint = _hint("syncfs")
+    if hint is not None:
+        with _opened(path, os.O_RDONLY) as descriptor:
+            hint(descriptor)
 
 
 @functools.cache
-def _sync_file_range() -> Any:
-    return getattr(ctypes.CDLL(None), "sync_file_range", None)
+def _hint(name: str) -> Any:
+    """A function of the C library that only makes a later fsync faster; None where there is none."""
+    return getattr(ctypes.CDLL(None), name, None)
 
 
 def preallocates(directory: Path) -> bool:

@@ -35,7 +35,6 @@ from safe_trainer.layout import (
 from safe_trainer.manifest import FileEntry, Manifest
 from safe_trainer.options import Verify
 
-READ_BYTES = 4 << 20
 ONLY_A_PART = "it is the part that one node wrote; the whole checkpoint was on another disk"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80\x02"  # torch.save before 1.6, and with _use_new_zipfile_serialization=False

@@ -18,6 +18,9 @@ LocalCopies = Literal["keep", "full", "drop"]
 Verify = Literal["digest", "size", "off"]
 OnError = Literal["raise", "continue"]
 
+# Values of `staging` that are no directories.
+ON_DISK, IN_MEMORY = "disk", "memory"
+
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _SWITCHES = {"background": False, "save_on_preemption": True}
@@ -93,7 +96,7 @@ class CheckpointOptions:
     )
     staging: str = _option(
         "staging",
-        "disk",
+        ON_DISK,
         "Where ranks put their files while training stands still: 'disk' for the run directory's disk, 'memory' for "
         "the node's memory, or an absolute path of a directory on each node. Anything but 'disk' takes background.",
     )
@@ -150,7 +153,7 @@ class CheckpointOptions:
     @property
     def stages_elsewhere(self) -> bool:
         """Whether files are put aside somewhere else than where they are committed."""
-        return self.staging != "disk"
+        return self.staging != ON_DISK
 
     def signals(self) -> tuple[signal.Signals, ...]:
         """The signals of ``preemption_signals``; none where ``save_on_preemption`` is off."""
@@ -173,7 +176,7 @@ class CheckpointOptions:
                     f"e.g. 'SIGTERM,SIGUSR1' ({error})."
                 ) from error
         elif name == "staging":
-            if not isinstance(value, str) or (value not in ("disk", "memory") and not os.path.isabs(value)):
+            if not isinstance(value, str) or (value not in (ON_DISK, IN_MEMORY) and not os.path.isabs(value)):
                 raise OptionError(
                     f"{name}={value!r}{where}: give 'disk', 'memory' or the absolute path of a directory."
                 )

@@ -115,7 +115,7 @@ class _Share:
     """What one rank found when it checked its share of a checkpoint's files."""
 
     digests: Digests = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    problems: dict[str, str] = field(default_factory=dict)
     manifest: Manifest | None = None
     world_size: int | None = None
 
@@ -335,24 +335,24 @@ def _take_inventory(run: Run, source: _Source, place: _Place) -> _Inventory:
     manifest = shares[leader].manifest
     listed = {} if manifest is None else manifest.by_path()
     digests = united(share.digests for share in shares)
-    entries, problems = [], [problem for share in shares for problem in share.problems]
+    problems = {name: problem for share in shares for name, problem in share.problems.items()}
+    entries = []
     for name in sorted(files.keys() - {MANIFEST_NAME}):
         entry = listed.get(name)
-        found = combine(digests[name]) if name in digests and not _is_named_in(problems, name) else ""
+        found = combine(digests[name]) if name in digests and name not in problems else ""
         if entry is None:
             # A stock checkpoint's file, or one that somebody added after the commit: it goes along with the others.
             info = files[name]
             entry = FileEntry(name, info.size, found, writing_rank(name, source.domain), info.mode)
         elif found and found != entry.digest:
-            problems.append(f"{name} has other content than when it was saved (digest differs)")
+            problems[name] = f"{name} has other content than when it was saved (digest differs)"
         entries.append(entry)
     return _Inventory(
-        entries=tuple(entries), manifest=manifest, problems=tuple(problems), world_size=shares[leader].world_size
+        entries=tuple(entries),
+        manifest=manifest,
+        problems=tuple(problems.values()),
+        world_size=shares[leader].world_size,
     )
-
-
-def _is_named_in(problems: Sequence[str], name: str) -> bool:
-    return any(problem.startswith((f"{name} ", f"{name}:")) for problem in problems)
 
 
 def _check_share(run: Run, path: Path, files: dict[str, FileStat], *, readers: tuple[int, ...]) -> _Share:
@@ -362,15 +362,14 @@ def _check_share(run: Run, path: Path, files: dict[str, FileStat], *, readers: t
     manifest = Manifest.read(path)
     listed = {} if manifest is None else manifest.by_path()
     names = sorted(files.keys() - {MANIFEST_NAME})
-    problems = []
-    for name in names[index :: len(readers)]:
+    problems = {}
+    for name in names[index :: len(readers)] if every_byte else ():
         if name in listed:
-            problem = stat_problem(path, listed[name]) if every_byte else None
-        else:
-            problem = structure_problem(path / name, thorough=True) if every_byte else None
-            problem = None if problem is None else f"{name}: {problem}"
+            problem = stat_problem(path, listed[name])
+        elif (problem := structure_problem(path / name, thorough=True)) is not None:
+            problem = f"{name}: {problem}"
         if problem is not None:
-            problems.append(problem)
+            problems[name] = problem
     # Of what no manifest lists, the digest is needed only where it is to be sent.
     is_sent = len(run.topology.domains) > 1
     to_digest = {name: files[name].size for name in names if (every_byte if name in listed else is_sent)}
@@ -380,12 +379,12 @@ def _check_share(run: Run, path: Path, files: dict[str, FileStat], *, readers: t
             try:
                 found = digest_blocks(resolve_inside(path, stretch.path), offset=stretch.offset, length=stretch.length)
             except (OSError, CheckpointError) as error:
-                problems.append(f"{stretch.path}: {error}")
+                problems.setdefault(stretch.path, f"{stretch.path}: {error}")
             else:
                 digests.setdefault(stretch.path, {}).update(found)
     return _Share(
         digests=digests,
-        problems=tuple(problems),
+        problems=problems,
         manifest=manifest if index == 0 else None,
         world_size=saved_world_size(path, files) if manifest is None else manifest.world_size,
     )

@@ -27,7 +27,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from safe_trainer.digest import Digests, Stretch, combine, digest_blocks, share_out, united
-from safe_trainer.disk import free_bytes, fsync_files, start_writeback_of
+from safe_trainer.disk import LARGE_BYTES, free_bytes, fsync_files, start_writeback_of
 from safe_trainer.errors import ENDS_THE_RUN, CheckpointError, InsufficientSpaceError
 from safe_trainer.integrity import inspect_checkpoint, tensorless_weights
 from safe_trainer.layout import (
@@ -52,9 +52,6 @@ logger = logging.getLogger(__name__)
 
 # By domain, home first: the files on its disk.
 Entries = Mapping[Domain, Mapping[str, FileEntry]]
-
-# Writing back smaller files early would save nothing.
-MIN_WRITEBACK_BYTES = 1 << 20
 
 # A bar only appears where a gather takes longer than this.
 BAR_DELAY_S = 1.0
@@ -545,7 +542,7 @@ def _make_durable(run: Run, staged: Path, files: Mapping[str, FileStat], to_dige
     try:
         for path in own:
             _wait_for_size(run, staged / path, files[path].size)
-            if files[path].size >= MIN_WRITEBACK_BYTES:
+            if files[path].size >= LARGE_BYTES:
                 start_writeback_of(staged / path)  # it goes on while digests are taken
         digests = _digest(run, staged, to_digest)
         fsync_files([staged / path for path in own], root=staged)

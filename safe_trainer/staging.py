@@ -28,6 +28,7 @@ import torch
 
 from safe_trainer.errors import OptionError
 from safe_trainer.layout import list_files
+from safe_trainer.options import IN_MEMORY, ON_DISK
 from safe_trainer.process import available_memory
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 _torch_files: Any = torch.serialization
 _safetensors: Any = safetensors.torch
 
-ON_DISK, IN_MEMORY = "disk", "memory"
 # What training and the system may need besides.
 USABLE_MEMORY = 0.9
 
@@ -142,18 +142,14 @@ class _Buffers:
         """A copy of ``source`` in a buffer of the same size; ``source`` itself where it is one of the buffers."""
         if id(source) in self._taken:
             return source
-        size = source.nbytes()
-        target = self._free[size].pop() if self._free[size] else self._new(size)
-        self._taken[id(target)] = target
-        if size:
+        target = self._take(source.nbytes())
+        if target.nbytes():
             target.copy_(source, non_blocking=source.device.type != "cpu")
         return target
 
     def copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a contiguous tensor."""
-        size = tensor.numel() * tensor.element_size()
-        target = self._free[size].pop() if self._free[size] else self._new(size)
-        self._taken[id(target)] = target
+        target = self._take(tensor.numel() * tensor.element_size())
         copied = torch.empty(0, dtype=tensor.dtype).set_(target).view(tensor.shape)
         copied.copy_(tensor.detach(), non_blocking=tensor.device.type != "cpu")
         return copied
@@ -166,6 +162,11 @@ class _Buffers:
         for storage in self._taken.values():
             self._free[storage.nbytes()].append(storage)
         self._taken.clear()
+
+    def _take(self, size: int) -> torch.UntypedStorage:
+        target = self._free[size].pop() if self._free[size] else self._new(size)
+        self._taken[id(target)] = target
+        return target
 
     @staticmethod
     def _new(size: int) -> torch.UntypedStorage:

@@ -12,9 +12,10 @@ chunk the sender tells its digests, and the receiver compares.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,15 @@ import torch
 
 from safe_trainer.channel import Channel, Transit
 from safe_trainer.digest import DIGEST_BYTES, BlockDigester, Digests, block_count, united, whole_blocks
-from safe_trainer.disk import FSYNC_THREADS, fsync_files, naming, preallocate, preallocates, start_writeback
+from safe_trainer.disk import (
+    FSYNC_THREADS,
+    LARGE_BYTES,
+    fsync_files,
+    naming,
+    preallocate,
+    preallocates,
+    start_writeback,
+)
 from safe_trainer.errors import CheckpointError, ConsequenceError
 from safe_trainer.layout import FileStat, check_relative_path, resolve_inside
 from safe_trainer.topology import Domain
@@ -35,8 +44,6 @@ ON_THE_WIRE = 2
 # What is read or about to be written is digested while the processor's caches have it.
 PIECE_BYTES = 1 << 20
 MAX_OPEN_FILES = 256
-# Below this, to set blocks aside, to write back early and to fsync in the background costs more than it brings.
-LARGE_BYTES = 1 << 20
 
 _GOOD, _GIVEN_UP = 0, 1
 
@@ -131,12 +138,13 @@ def ship(
     buffers = [torch.empty(longest + 1, dtype=torch.uint8) for _ in range(BUFFERS)]
     problem: Exception | None = None
     with ThreadPoolExecutor(1, "safe_trainer file") as worker:
+        means = _Means(channel, buffers, worker, shipped, progress)
+        here, there = _Places(source_root), _Places(destination_root)
         for lane in own:
             if lane.source == channel.rank:
-                given_up = problem is not None
-                found = _send(channel, lane, source_root, buffers, worker, shipped, given_up=given_up)
+                found = _send(means, lane, _Source(here, lane.shipments), given_up=problem is not None)
             else:
-                found = _receive(channel, lane, destination_root, buffers, worker, shipped, progress, problem)
+                found = _receive(means, lane, _Sink(there, lane.shipments, problem))
             problem = problem or found
     if problem is None:
         return shipped
@@ -189,23 +197,26 @@ def _lanes(shipments: Sequence[Shipment]) -> list[_Lane]:
     return [_Lane(source, destination, tuple(stream)) for (source, destination), stream in lanes.items()]
 
 
-def _send(
-    channel: Channel,
-    lane: _Lane,
-    root: Path | None,
-    buffers: Sequence[torch.Tensor],
-    worker: ThreadPoolExecutor,
-    shipped: Shipped,
-    *,
-    given_up: bool,
-) -> Exception | None:
+@dataclass(frozen=True)
+class _Means:
+    """What all lanes of a rank use, one after the other."""
+
+    channel: Channel
+    buffers: Sequence[torch.Tensor]
+    worker: ThreadPoolExecutor
+    shipped: Shipped
+    progress: Progress
+
+
+def _send(means: _Means, lane: _Lane, source: _Source, *, given_up: bool) -> Exception | None:
     """Send a lane's stream. Whatever goes wrong with a file is returned; only the channel's own errors are raised.
 
     Two chunks are on the wire at a time, so that it does not stand still between them; where the stream is given up,
     the chunk after the one that says so is sent as well, since its receiver waits for it already.
     """
+    channel, buffers, worker = means.channel, means.buffers, means.worker
     chunks = lane.chunks
-    with _Source(root, lane.shipments) as source:
+    with source:
         first = zip(buffers, chunks, strict=False)
         filling = deque(worker.submit(source.fill, buffer[:count]) for buffer, count in first)
         sending: deque[Transit] = deque()
@@ -227,7 +238,7 @@ def _send(
             if was_given_up:
                 break
             was_given_up = given_up
-        wait_for_all(filling)
+        _wait_for_all(filling)
         for transit in sending:
             transit.wait()
         if given_up:
@@ -238,23 +249,15 @@ def _send(
     # After the last chunk it is too late to give up: what went wrong then shows in the digests.
     told = b"".join(digests.get(path, {}).get(number, bytes(DIGEST_BYTES)) for path, number in lane.blocks)
     channel.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), to_rank=lane.destination)
-    shipped.digests = united([shipped.digests, digests])
+    means.shipped.digests = united([means.shipped.digests, digests])
     return source.problem
 
 
-def _receive(
-    channel: Channel,
-    lane: _Lane,
-    root: Path | None,
-    buffers: Sequence[torch.Tensor],
-    worker: ThreadPoolExecutor,
-    shipped: Shipped,
-    progress: Progress,
-    earlier_problem: Exception | None,
-) -> Exception | None:
+def _receive(means: _Means, lane: _Lane, sink: _Sink) -> Exception | None:
     """Receive a lane's stream up to its end, or up to where it is given up; returns what went wrong."""
-    with _Sink(root, lane.shipments, earlier_problem) as sink:
-        chunks = lane.chunks
+    channel, buffers, shipped = means.channel, means.buffers, means.shipped
+    chunks = lane.chunks
+    with sink:
         storing: deque[Future[None]] = deque()
         receiving: deque[Transit] = deque()
         is_told = False
@@ -267,19 +270,19 @@ def _receive(
             receiving.popleft().wait()
             buffer = buffers[number % len(buffers)]
             if buffer[count] != _GOOD:
-                wait_for_all(storing)
+                _wait_for_all(storing)
                 for transit in receiving:
                     transit.wait()
                 return sink.problem or ConsequenceError(f"rank {lane.source} has given up sending")
             if sink.problem is not None and not is_told:
                 channel.tell(sink.problem)
                 is_told = True
-            storing.append(worker.submit(sink.store, buffer[:count]))
-            progress(count)
+            storing.append(means.worker.submit(sink.store, buffer[:count]))
+            means.progress(count)
             shipped.received_bytes += count
         told = torch.empty(len(lane.blocks) * DIGEST_BYTES, dtype=torch.uint8)
         channel.receive(told, from_rank=lane.source)
-        wait_for_all(storing)
+        _wait_for_all(storing)
         digests = sink.finish()
     if sink.problem is not None:
         return sink.problem
@@ -290,7 +293,7 @@ def _receive(
     return None
 
 
-def wait_for_all(futures: Sequence[Future[None]] | deque[Future[None]]) -> None:
+def _wait_for_all(futures: Iterable[Future[None]]) -> None:
     """Wait until nothing of this is under way; raises what the first of them has raised."""
     for future in futures:
         future.result()
@@ -310,6 +313,11 @@ class _Places:
     def __init__(self, root: Path | None) -> None:
         self.root = root
         self._checked: set[str] = set()
+
+    @functools.cached_property
+    def preallocates(self) -> bool:
+        """Whether blocks are set aside for new files."""
+        return self.root is not None and preallocates(self.root)
 
     def path_of(self, shipment: Shipment, *, make: bool) -> str:
         """The absolute path of a file, which does not lead out of the root through its directories.
@@ -331,9 +339,9 @@ class _Places:
 class _Source:
     """The stream of a lane, read from files. After a failure it gives rubbish, and :attr:`problem` says why."""
 
-    def __init__(self, root: Path | None, shipments: Sequence[Shipment]) -> None:
+    def __init__(self, places: _Places, shipments: Sequence[Shipment]) -> None:
         self.problem: Exception | None = None
-        self._places = _Places(root)
+        self._places = places
         self._waiting = deque(shipments)
         self._shipment: Shipment | None = None
         self._left = 0
@@ -423,12 +431,11 @@ class _Sink:
     first fsync then makes the file system write down what it needs to know of all of them.
     """
 
-    def __init__(self, root: Path | None, shipments: Sequence[Shipment], problem: Exception | None) -> None:
+    def __init__(self, places: _Places, shipments: Sequence[Shipment], problem: Exception | None) -> None:
         self.problem = problem
-        self._places = _Places(root)
+        self._places = places
         self._waiting = deque(shipments)
         self._file: _IncomingFile | None = None
-        self._preallocates = root is not None and preallocates(root)
         self._syncing: deque[Future[None]] = deque()
         self._small: list[str] = []
         self._syncers = ThreadPoolExecutor(FSYNC_THREADS, "safe_trainer fsync")
@@ -461,7 +468,7 @@ class _Sink:
                 self._next()
             if self._small and self._places.root is not None:
                 fsync_files(self._small, root=self._places.root)
-            wait_for_all(self._syncing)
+            _wait_for_all(self._syncing)
         except Exception as error:
             self.problem = self.problem or error
         return self._digests
@@ -488,7 +495,7 @@ class _Sink:
         is_whole = shipment.length == shipment.size
         file = _IncomingFile(path, os.open(path, flags | os.O_EXCL if is_whole else flags, 0o666), shipment)
         try:
-            file.prepare(is_whole=is_whole, preallocates=self._preallocates)
+            file.prepare(is_whole=is_whole, preallocates=file.is_large and self._places.preallocates)
         except BaseException:
             file.close()
             raise
@@ -512,7 +519,7 @@ class _IncomingFile:
             raise CheckpointError(f"{self.path} is there already and has several names; nothing was written into it")
         with naming(self.path):
             os.fchmod(self._descriptor, self.shipment.mode)
-            if is_whole and preallocates and self.is_large:
+            if is_whole and preallocates:
                 preallocate(self._descriptor, self.shipment.size)
 
     def write(self, view: memoryview) -> int:

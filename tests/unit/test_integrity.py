@@ -117,7 +117,7 @@ def test_the_digest_is_xxh3_128(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_file_larger_than_one_read_is_digested_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safe_trainer.integrity.READ_BYTES", 7)
+    monkeypatch.setattr("safe_trainer.digest.READ_BYTES", 7)
     (tmp_path / "file").write_bytes(b"0123456789")
     assert digest_file(tmp_path / "file") == xxhash.xxh3_128(b"0123456789").hexdigest()
 
