@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from safe_trainer.disk import mount_of
+
 PACKAGES = ("safe_trainer", "torch", "transformers", "accelerate", "safetensors", "xxhash", "numpy", "dlrover")
 TOOLS = {"rsync": ("rsync", "--version"), "ssh": ("ssh", "-V"), "tar": ("tar", "--version")}
 TOOL_TIMEOUT_S = 10.0
@@ -40,11 +42,7 @@ def describe(directories: Iterable[Path]) -> dict[str, Any]:
 def file_system(directory: Path) -> str:
     """The type of the file system on which a directory lies, ``unknown`` where nothing tells."""
     existing = next(parent for parent in (directory, *directory.parents) if parent.exists()).resolve()
-    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    for place in (existing, *existing.parents):
-        if place in mounts:
-            return mounts[place]
-    return "unknown"
+    return mount_of(existing).kind or "unknown"
 
 
 def _processor() -> str:

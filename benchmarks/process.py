@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -68,3 +69,11 @@ def free_port() -> int:
     """A port on which nobody listens right now, for a server that cannot choose one itself."""
     with listening() as server:
         return int(server.getsockname()[1])
+
+
+def failure_of(command: Sequence[str], *, timeout_s: float) -> str | None:
+    """Run a tool that says nothing where it succeeds; what it says where it fails, else None."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
+    if done.returncode == 0:
+        return None
+    return f"{command[0]} gave {done.returncode}: {done.stderr.decode(errors='replace').strip()}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.measure import Unavailable
-from benchmarks.process import free_port, reachable_address
+from benchmarks.process import failure_of, free_port, reachable_address
 from tests.cluster import die_with_parent
 
 START_TIMEOUT_S = 20.0
@@ -28,15 +28,9 @@ def problem() -> str | None:
 
 def push(source: Path, address: str) -> None:
     """Copy the directory ``source`` with its name into the daemon's module at ``address``; nothing is fsynced."""
-    done = subprocess.run(
-        ["rsync", "-a", str(source), address],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=TRANSFER_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        raise OSError(f"rsync gave {done.returncode}: {done.stderr.decode(errors='replace').strip()}")
+    failure = failure_of(["rsync", "-a", str(source), address], timeout_s=TRANSFER_TIMEOUT_S)
+    if failure is not None:
+        raise OSError(failure)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.measure import Unavailable
 from benchmarks.peers.rsync import TRANSFER_TIMEOUT_S, wait_until_open
-from benchmarks.process import free_port, reachable_address
+from benchmarks.process import failure_of, free_port, reachable_address
 from tests.cluster import die_with_parent
 
 _SERVER = "/usr/sbin/sshd"
@@ -90,12 +90,7 @@ def push(source: Path, destination: str, server: Server) -> None:
         command = ["scp", "-q", "-r", "-B", "-i", str(key), "-P", str(server.port)]
         for option in ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR"):
             command += ["-o", option]
-        done = subprocess.run(
-            [*command, str(source), f"{getpass.getuser()}@{server.address}:{destination}/"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=TRANSFER_TIMEOUT_S,
-            check=False,
-        )
-    if done.returncode:
-        raise Unavailable(f"scp gave {done.returncode}: {done.stderr.decode(errors='replace').strip()}")
+        command += [str(source), f"{getpass.getuser()}@{server.address}:{destination}/"]
+        failure = failure_of(command, timeout_s=TRANSFER_TIMEOUT_S)
+    if failure is not None:
+        raise Unavailable(failure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import pytest
 
 from tests import checks
-from tests.cluster import Cluster, Disks, Layout, RemoteError, cluster_job
+from tests.cluster import Cluster, Disks, Layout, cluster_job
 from tests.conftest import Clusters
-from tests.distributed.runs import TIMEOUT_S, run_directories, train
+from tests.distributed.runs import TIMEOUT_S, run_directories, survivors_of_rank_3, train
 from tests.training import DISTRIBUTED_ENGINES
 
+NOTES = "tests.scenarios:NotesPendingSaves"
 # What tells two saves of equal runs apart: paths, times and process ids.
 _NOT_THE_SAME_BYTES = ("zero3", "zero3-lora", "fsdp2-sharded")  # nor are two foreground saves
 _OF_THE_RUN = {checks.MANIFEST, "training_args.bin", "trainer_state.json"}
@@ -36,22 +36,37 @@ TABLE = [
 ]
 
 
-def train_beside(cluster: Cluster, disks: Disks, engine: str = "ddp", **options: Any) -> list[dict[str, Any]]:
-    """Train with saves in the background; ``staging`` and further options of a checkpoint as keywords."""
-    made = {"background": True, **options.pop("options", {})}
+def beside(trainer: str = "safe_trainer:SafeTrainer", *, staging: str = "disk", **options: Any) -> dict[str, Any]:
+    """Keywords of `run_training` for a trainer that saves in the background, with these further options."""
+    made = {"background": True, "staging": staging, **options}
+    return {"trainer": "tests.scenarios:with_options", "trainer_kwargs": {"options": made, "trainer": trainer}}
+
+
+def train_beside(
+    cluster: Cluster,
+    disks: Disks,
+    engine: str = "ddp",
+    *,
+    trainer: str = NOTES,
+    options: dict[str, Any] | None = None,
+    **further: Any,
+) -> list[dict[str, Any]]:
+    """Train with saves in the background, by a trainer that notes which are under way."""
     return train(
         cluster,
         disks,
         engine,
-        trainer="tests.scenarios:with_options",
-        trainer_kwargs={
-            "options": made,
-            "trainer": "tests.scenarios:NotesPendingSaves",
-            **options.pop("trainer_kwargs", {}),
-        },
+        **beside(trainer, **(options or {})),
         callbacks=["tests.scenarios:ListsCheckpointOnSave"],
         inspect="tests.scenarios:noted_saves",
-        **options,
+        **further,
+    )
+
+
+def run_beside(cluster: Cluster, scenario: str, disks: Disks, **options: Any) -> list[Any]:
+    """A scenario around `run_training` with DDP, which may end in another way than with results."""
+    return cluster.run(
+        f"tests.scenarios:{scenario}", engine="ddp", output_dir=f"{disks.path}/run", timeout_s=TIMEOUT_S, **options
     )
 
 
@@ -155,19 +170,17 @@ def test_an_error_beside_training_is_raised_on_all_ranks_alike(
 ) -> None:
     disks = two_nodes.disks("split", "failing")
 
-    told = two_nodes.run(
-        "tests.scenarios:train_into_an_error",
-        engine="ddp",
-        output_dir=f"{disks.path}/run",
-        trainer="tests.scenarios:with_options",
-        trainer_kwargs={"options": {"background": True}, "trainer": "tests.scenarios:NotesPendingSaves"},
+    told = run_beside(
+        two_nodes,
+        "train_into_an_error",
+        disks,
+        **beside(NOTES),
         steps=steps,
         save_steps=save_steps,
         patches=[
             ["tests.patches:slow_commits", {"seconds": 0.0, "step_s": step_s}],
             ["tests.patches:fails_to_commit", {"step": save_steps}],
         ],
-        timeout_s=TIMEOUT_S,
     )
 
     (message,) = set(told)
@@ -196,18 +209,12 @@ def test_with_continue_the_failure_is_counted_and_callbacks_are_not_told(two_nod
 def test_an_error_of_training_cuts_no_save_short(two_nodes: Cluster) -> None:
     disks = two_nodes.disks("split", "error")
 
-    told = two_nodes.run(
-        "tests.scenarios:train_into_an_error",
-        engine="ddp",
-        output_dir=f"{disks.path}/run",
-        trainer="tests.scenarios:with_options",
-        trainer_kwargs={
-            "options": {"background": True, "staging": "memory"},
-            "trainer": "tests.scenarios:StopsWithAnError",
-            "failing_step": 2,
-        },
+    told = run_beside(
+        two_nodes,
+        "train_into_an_error",
+        disks,
+        **beside("tests.scenarios:StopsAfterTwoSteps", staging="memory"),
         patches=[["tests.patches:slow_commits", {"seconds": 1.0, "step_s": 0.0}]],
-        timeout_s=TIMEOUT_S,
     )
 
     assert set(told) == {"ArithmeticError: the loss is not a number"}
@@ -256,7 +263,7 @@ def test_frozen_weights_are_not_sent_twice(two_nodes: Cluster) -> None:
     results = train_beside(
         two_nodes,
         disks,
-        trainer_kwargs={"trainer": "tests.scenarios:WritesFrozenWeights"},
+        trainer="tests.scenarios:WritesFrozenWeights",
     )
 
     reports = [result["inspect"]["last"] for result in results]
@@ -272,17 +279,15 @@ def test_frozen_weights_are_not_sent_twice(two_nodes: Cluster) -> None:
 def test_a_signal_waits_for_the_save_under_way(two_nodes: Cluster) -> None:
     disks = two_nodes.disks("split", "signal")
 
-    results = two_nodes.run(
-        "tests.scenarios:train_until_preempted",
-        engine="ddp",
-        output_dir=f"{disks.path}/run",
-        trainer="tests.scenarios:with_options",
-        trainer_kwargs={"options": {"background": True, "staging": "memory"}},
+    results = run_beside(
+        two_nodes,
+        "train_until_preempted",
+        disks,
+        **beside(staging="memory"),
         steps=1000,
         save_steps=100,
         callbacks=[["tests.scenarios:SignalsItself", {"plan": {"3": [[101, "SIGTERM"]]}}]],
         patches=[["tests.patches:slow_commits", {"seconds": 3.0, "step_s": 0.0}]],
-        timeout_s=TIMEOUT_S,
     )
 
     assert [result["exit"] for result in results] == [128 + signal.SIGTERM] * 4
@@ -306,16 +311,12 @@ def test_survivors_of_a_rank_that_is_killed_beside_training_name_it(tmp_path: Pa
         engine="ddp",
         output_dir=f"{disks.path}/run",
         steps=1000,
-        trainer="tests.scenarios:with_options",
-        trainer_kwargs={"options": {"background": True, "staging": "memory"}},
+        **beside(staging="memory"),
         patches=[["tests.patches:dies_beside_training", {"dying_rank": 3}]],
     ) as job:
         job.wait(120.0, grace_s=30.0)
         results = job.results()
 
-    survivors: list[Any] = [result for result in results if not isinstance(result, RemoteError)]
-    assert len(survivors) >= 2  # rank 3's launcher ends rank 2 on its own
-    for result in survivors:
-        assert result["kind"] == "ProcessGroupLostError", json.dumps(result)
+    for result in survivors_of_rank_3(results):
         assert "rank 3 on " in result["message"]
     assert checks.checkpoints(run_directories(disks)[0]) == []
